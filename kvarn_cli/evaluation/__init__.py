@@ -1,0 +1,1 @@
+"""Calibration text, pseudo-decode and its metrics."""

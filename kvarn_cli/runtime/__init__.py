@@ -1,0 +1,1 @@
+"""A packed KV cache that transformers' `generate` takes."""
