@@ -33,7 +33,7 @@ def hadamard_matrix(
     """
     if order < 1 or order & (order - 1):
         raise SettingsError(f"a Hadamard matrix of order {order} needs a power of two")
-    matrix = torch.ones(1, 1, dtype=torch.float64)
+    matrix: Tensor = torch.ones(1, 1, dtype=torch.float64)
     while len(matrix) < order:
         matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
     return (matrix / order**0.5).to(device=device, dtype=dtype)
@@ -86,10 +86,9 @@ def rotate(x: Tensor, matrix: Tensor) -> Tensor:
     dtype = torch.promote_types(x.dtype, torch.float32)
     matrix = matrix.to(device=x.device, dtype=dtype)
     rows = x.reshape(-1, x.shape[-1])
-    rows_per_chunk = max(_CHUNK_BYTES // (rows.shape[-1] * dtype.itemsize), 1)
+    step = max(_CHUNK_BYTES // (rows.shape[-1] * dtype.itemsize), 1)
     rotated = torch.empty(rows.shape, dtype=dtype, device=x.device)
-    for chunk, out in zip(
-        rows.split(rows_per_chunk), rotated.split(rows_per_chunk), strict=True
-    ):
-        torch.matmul(chunk.to(dtype), matrix, out=out)
+    for start in range(0, len(rows), step):
+        chunk = slice(start, start + step)
+        torch.matmul(rows[chunk].to(dtype), matrix, out=rotated[chunk])
     return rotated.view(x.shape)

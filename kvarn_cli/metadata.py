@@ -1,0 +1,278 @@
+"""The `kvarn_config` block of a converted config.json, and the manifest of the folder.
+
+The block says everything a backend needs to run the cache and everything a reader needs to rebuild
+each rotation matrix, in compressed-tensors' words where it has one (`location`, `targets`,
+`inverse`, `head_dim`). Its JSON Schema is `docs/kvarn_config.schema.json`.
+"""
+
+from collections.abc import Mapping
+from pathlib import PurePosixPath
+from typing import Annotated, Any, Final, Literal, Self, TypeVar
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from kvarn_cli.errors import CheckpointError, SettingsError
+from kvarn_cli.settings import KVarNSettings
+
+FORMAT_VERSION: Final = 1
+CONFIG_KEY = "kvarn_config"
+MANIFEST_NAME = "kvarn_manifest.json"
+MODEL_CARD_NAME = "README.md"
+
+
+class _Block(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class BaseModelReference(_Block):
+    """The checkpoint that was converted."""
+
+    name: str = Field(description="Hub id, or the name of the local folder")
+    revision: str | None = Field(description="commit hash on the Hub, when it is known")
+    index_sha256: str = Field(
+        description="SHA-256 of model.safetensors.index.json, or of a single file's header"
+    )
+
+
+class CacheFormat(_Block):
+    """How K and V of the covered layers are quantized and stored."""
+
+    dtype: str = Field(description="name that backends take, e.g. kvarn_k4v2_g128")
+    key_bits: int
+    value_bits: int
+    group_size: int = Field(description="tokens in a tile")
+    iterations: int = Field(description="passes of the variance normalization")
+    log_scale_min: float
+    log_scale_max: float
+    std_min: float
+    std_max: float
+    layout: Literal["vllm-fp16"]
+    head_dim: int
+    record_bytes: int = Field(description="bytes of one tile of one KV head, K and V together")
+    sink_tokens: int = Field(description="first tokens of a sequence that stay exact")
+    residual: Literal["incomplete_tile"] = Field(
+        default="incomplete_tile",
+        description="the newest tokens stay exact until they fill a tile",
+    )
+
+    @classmethod
+    def from_settings(cls, settings: KVarNSettings, head_dim: int) -> Self:
+        """Describe settings for one head width."""
+        return cls(
+            dtype=settings.cache_dtype,
+            head_dim=head_dim,
+            record_bytes=settings.record_bytes(head_dim),
+            **{name: getattr(settings, name) for name in _SETTINGS_FIELDS},
+        )
+
+    @property
+    def settings(self) -> KVarNSettings:
+        """The quantizer settings that this block describes."""
+        return KVarNSettings(**{name: getattr(self, name) for name in _SETTINGS_FIELDS})
+
+    @model_validator(mode="after")
+    def _describes_one_record(self) -> Self:
+        try:
+            settings = self.settings
+            expected = (settings.cache_dtype, settings.record_bytes(self.head_dim))
+        except SettingsError as error:
+            raise ValueError(str(error)) from error
+        if (self.dtype, self.record_bytes) != expected:
+            raise ValueError(f"dtype and record_bytes should be {expected[0]} and {expected[1]}")
+        return self
+
+
+_SETTINGS_FIELDS = tuple(KVarNSettings.__dataclass_fields__)
+
+
+class LeftOutLayer(_Block):
+    """A layer whose cache stays as the engine keeps it."""
+
+    layer: int
+    reason: str
+
+
+class Layers(_Block):
+    """Which decoder layers the cache format covers."""
+
+    covered: list[int]
+    left_out: list[LeftOutLayer] = []
+
+
+class Application(_Block):
+    """One place where a rotation is applied."""
+
+    targets: list[str] = Field(description="module names")
+    location: Literal["weight_output", "weight_input", "q_attn", "k_cache", "v_cache", "output"] = (
+        Field(description="as in compressed-tensors; v_cache is this format's own addition")
+    )
+    inverse: bool = False
+
+
+class Rotation(_Block):
+    """One orthonormal matrix R = H · diag(signs), acting on row vectors: x ↦ x R."""
+
+    type: Literal["hadamard"] = "hadamard"
+    order: Literal["sylvester"] = Field(
+        default="sylvester",
+        description="natural order: entry (i, j) has the sign (-1)^popcount(i & j)",
+    )
+    normalized: Literal[True] = Field(default=True, description="entries are ±1/√head_dim")
+    signs: str | None = Field(
+        description="one + or - per column of H, or null for plain H", pattern=r"^[+-]+$"
+    )
+    head_dim: int
+    where: Literal["fused", "online"] = Field(
+        description="fused: already in the weights; online: the engine applies it"
+    )
+    apply: list[Application]
+
+    @model_validator(mode="after")
+    def _one_sign_per_channel(self) -> Self:
+        if self.signs is not None and len(self.signs) != self.head_dim:
+            raise ValueError(f"signs has {len(self.signs)} entries for head_dim {self.head_dim}")
+        return self
+
+
+class Rotations(_Block):
+    """The rotations of K (and Q) and of V."""
+
+    key: Rotation
+    value: Rotation
+
+
+class ProofRecord(_Block):
+    """What was shown before anything was written."""
+
+    instance_difference: float = Field(
+        description="largest logit difference of a random float64 instance, before and after "
+        "fusion, relative to the largest logit"
+    )
+    instance_tolerance: float
+    smallest_control: float = Field(
+        description="smallest relative logit change when one fused tensor is left unrotated"
+    )
+    weight_change: float = Field(
+        description="largest relative change of W_O(W_V x) on the real weights (rounding)"
+    )
+
+
+class EngineErrors(_Block):
+    """Errors of the converted model on one kind of engine, against the original in full precision.
+
+    `honours_marker` quantizes V as the fused weights give it; `rotates_again` multiplies by H
+    first, as public engines do; `online` is an unfused model with V rotated by the engine.
+    """
+
+    engine: Literal["honours_marker", "rotates_again", "online"]
+    kl_mean: float = Field(description="mean KL divergence of the logits, nats")
+    top1_agreement: float = Field(description="share of positions with the same first choice")
+    loss_original: float = Field(description="next-token loss of the original, nats")
+    loss_quantized: float
+    attention_mae: float = Field(description="mean absolute error of the attention output")
+    attention_mae_by_layer: dict[int, float]
+
+
+class Thresholds(_Block):
+    """What validation allows."""
+
+    max_kl: float = Field(gt=0)
+    min_top1: float = Field(ge=0, le=1)
+    max_loss_increase: float = Field(ge=0)
+
+
+class Calibration(_Block):
+    """The validation run: its text, its results and its verdict."""
+
+    dataset: str
+    num_samples: int
+    sequence_length: int
+    seed: int
+    compute_dtype: str
+    engines: list[EngineErrors]
+    thresholds: Thresholds
+    misses: list[str] = Field(description="thresholds that were missed; written only with --force")
+
+
+class KVarNConfig(_Block):
+    """The `kvarn_config` block."""
+
+    format_version: Literal[1] = FORMAT_VERSION
+    kvarn_version: str
+    base_model: BaseModelReference
+    cache: CacheFormat
+    layers: Layers
+    rotations: Rotations
+    proof: ProofRecord | None = Field(description="null when no weight was changed")
+    calibration: Calibration | None = Field(description="null when validation was left out")
+
+    @property
+    def fused(self) -> bool:
+        """Whether V's rotation is already in the weights."""
+        return self.rotations.value.where == "fused"
+
+    @classmethod
+    def from_config_dict(cls, config: Mapping[str, Any]) -> Self | None:
+        """Read the block of a config.json.
+
+        Returns:
+            None when the configuration has no such block.
+
+        Raises:
+            CheckpointError: the block is broken, or of a format version this release cannot read.
+        """
+        block = config.get(CONFIG_KEY)
+        return None if block is None else _read(cls, block, f"config.json: {CONFIG_KEY}")
+
+
+def _relative_path(path: str) -> str:
+    pure = PurePosixPath(path)
+    if pure.is_absolute() or ".." in pure.parts or str(pure) != path or "\\" in path:
+        raise ValueError(f"{path!r} is no plain path inside the folder")
+    return path
+
+
+class FileRecord(_Block):
+    """Size and hash of one file."""
+
+    size_bytes: int = Field(ge=0)
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+
+
+class Manifest(_Block):
+    """Every file of a converted folder but the manifest itself and the model card."""
+
+    format_version: Literal[1] = FORMAT_VERSION
+    kvarn_version: str
+    files: dict[Annotated[str, AfterValidator(_relative_path)], FileRecord]
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Self:
+        """Read `kvarn_manifest.json`.
+
+        Raises:
+            CheckpointError: the manifest is broken or of an unknown format version.
+        """
+        return _read(cls, text, MANIFEST_NAME)
+
+
+_Model = TypeVar("_Model", bound=_Block)
+
+
+def _read(model: type[_Model], content: object, where: str) -> _Model:
+    try:
+        if isinstance(content, str | bytes):
+            return model.model_validate_json(content)
+        return model.model_validate(content)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        field = ".".join(map(str, first["loc"]))
+        if field == "format_version":
+            raise CheckpointError(
+                f"{where}: format_version {first['input']!r} is unknown to this release, "
+                f"which reads version {FORMAT_VERSION}",
+                hint="upgrade with: pip install --upgrade kvarn-cli",
+            ) from error
+        raise CheckpointError(
+            f"{where} is broken at {field or 'its start'}: {first['msg']}"
+        ) from error
