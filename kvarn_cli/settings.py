@@ -54,9 +54,9 @@ class KVarNSettings:
 
     def __post_init__(self) -> None:
         for name in ("key_bits", "value_bits"):
-            _check_choice(name, getattr(self, name), KEY_VALUE_BITS)
-        _check_choice("group_size", self.group_size, GROUP_SIZES)
-        _check_choice("layout", self.layout, ("vllm-fp16",))
+            check_choice(name, getattr(self, name), KEY_VALUE_BITS)
+        check_choice("group_size", self.group_size, GROUP_SIZES)
+        check_choice("layout", self.layout, ("vllm-fp16",))
         if self.iterations < 0:
             raise SettingsError(f"iterations is {self.iterations}; it must be 0 or more")
         if self.sink_tokens < 0:
@@ -131,10 +131,15 @@ def check_head_dim(head_dim: int) -> None:
     Raises:
         SettingsError: head_dim is no power of two from 32 to 512.
     """
-    _check_choice("head_dim", head_dim, HEAD_DIMS)
+    check_choice("head_dim", head_dim, HEAD_DIMS)
 
 
-def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
+def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
+    """Refuse a value that is none of the choices.
+
+    Raises:
+        SettingsError: naming the setting and the choices.
+    """
     if value not in choices:
         allowed = ", ".join(map(str, choices))
         raise SettingsError(f"{name} is {value}; it must be one of {allowed}")

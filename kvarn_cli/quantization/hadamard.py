@@ -36,7 +36,8 @@ def hadamard_matrix(
     matrix: Tensor = torch.ones(1, 1, dtype=torch.float64)
     while len(matrix) < order:
         matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
-    return (matrix / order**0.5).to(device=device, dtype=dtype)
+    matrix /= order**0.5
+    return matrix.to(device=device, dtype=dtype)
 
 
 def bent_signs(

@@ -1,0 +1,28 @@
+"""No quantization: the control of every comparison."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from kvarn_cli.quantization.methods.base import Method
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exact(Method):
+    """Keeps K and V as they are, 16 bits an element."""
+
+    name: ClassVar[str] = "exact"
+
+    @property
+    def label(self) -> str:
+        """Just the name: no setting matters."""
+        return self.name
+
+    def reconstruct(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """The inputs themselves."""
+        return keys, values
+
+    def bits_per_element(self, head_dim: int) -> float:
+        """16: a half-precision cache."""
+        return 16.0

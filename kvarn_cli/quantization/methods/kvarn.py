@@ -1,0 +1,43 @@
+"""KVarN: Hadamard rotation, variance normalization along both axes of a tile, RTN."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from torch import Tensor
+
+from kvarn_cli.quantization.methods.base import Method
+from kvarn_cli.quantization.tile_codec import TileCodec
+from kvarn_cli.settings import KVarNSettings, check_choice
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVarN(Method):
+    """The records that KVarN backends store, decoded again.
+
+    Attributes:
+        iterations: passes of the variance normalization; 0 leaves rotation and RTN alone.
+        value_rotation: `online` rotates V as it is cached; `fused` takes it as rotated already.
+
+    Source: KVarN (arXiv 2606.03458), section 3.
+    """
+
+    name: ClassVar[str] = "kvarn"
+    plain_basis: ClassVar[bool] = False
+
+    iterations: int = KVarNSettings.iterations
+    value_rotation: Literal["online", "fused"] = "online"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("value_rotation", self.value_rotation, ("online", "fused"))
+
+    def reconstruct(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Method.reconstruct`."""
+        codec = TileCodec(
+            self.settings, keys.shape[-1], rotate_values=self.value_rotation == "online"
+        )
+        return codec.reconstruct(keys, values)
+
+    def bits_per_element(self, head_dim: int) -> float:
+        """Bytes of a record over its elements."""
+        return self.settings.bits_per_element(head_dim)

@@ -1,0 +1,80 @@
+"""From key and value states of tokens to records and back."""
+
+import torch
+from torch import Tensor
+
+from kvarn_cli.quantization.hadamard import hadamard_matrix, rotate
+from kvarn_cli.quantization.tile_record import (
+    QuantizedTiles,
+    pack_records,
+    quantize_tiles,
+    unpack_records,
+)
+from kvarn_cli.settings import KVarNSettings, check_head_dim
+
+
+class TileCodec:
+    """Encodes and decodes whole tiles of one head width.
+
+    K is rotated by H before quantization and back afterwards; V as well, unless its rotation is
+    fused into the weights.
+
+    Args:
+        settings: of the quantizer.
+        head_dim: a power of two from 32 to 512.
+        rotate_values: False when the model's V arrives already rotated.
+
+    Raises:
+        SettingsError: no record holds this head_dim.
+    """
+
+    def __init__(self, settings: KVarNSettings, head_dim: int, *, rotate_values: bool) -> None:
+        check_head_dim(head_dim)
+        self.settings = settings
+        self.head_dim = head_dim
+        self.rotate_values = rotate_values
+        self._hadamard = hadamard_matrix(head_dim)
+
+    def encode(self, keys: Tensor, values: Tensor) -> Tensor:
+        """Quantize and pack.
+
+        Args:
+            keys: [..., tokens, head_dim] after RoPE, any float dtype; tokens a multiple of
+                group_size.
+            values: the same shape, as the model caches them.
+
+        Returns:
+            uint8 [..., tokens / group_size, record_bytes].
+        """
+        return pack_records(*self._quantize(keys, values), self.settings)
+
+    def decode(self, records: Tensor) -> tuple[Tensor, Tensor]:
+        """Undo `encode` up to the quantization error: two float32 [..., tokens, head_dim]."""
+        return self._dequantize(*unpack_records(records, self.head_dim, self.settings))
+
+    def reconstruct(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """What `decode(encode(keys, values))` gives, without laying out records."""
+        return self._dequantize(*self._quantize(keys, values))
+
+    @torch.no_grad()
+    def _quantize(self, keys: Tensor, values: Tensor) -> tuple[QuantizedTiles, QuantizedTiles]:
+        keys = self._rotate(keys)
+        values = self._rotate(values) if self.rotate_values else values.float()
+        tiled = (-1, self.settings.group_size)
+        key_tiles = keys.float().unflatten(-2, tiled).transpose(-1, -2).contiguous()
+        value_tiles = values.float().unflatten(-2, tiled)
+        return (
+            quantize_tiles(key_tiles, self.settings.key_bits, self.settings),
+            quantize_tiles(value_tiles, self.settings.value_bits, self.settings),
+        )
+
+    @torch.no_grad()
+    def _dequantize(self, keys: QuantizedTiles, values: QuantizedTiles) -> tuple[Tensor, Tensor]:
+        key_states = keys.dequantize().transpose(-1, -2).flatten(-3, -2)
+        value_states = values.dequantize().flatten(-3, -2)
+        key_states = self._rotate(key_states)
+        return key_states, self._rotate(value_states) if self.rotate_values else value_states
+
+    def _rotate(self, states: Tensor) -> Tensor:
+        self._hadamard = self._hadamard.to(states.device)
+        return rotate(states, self._hadamard)
