@@ -16,7 +16,8 @@ class KVarN(Method):
 
     Attributes:
         iterations: passes of the variance normalization; 0 leaves rotation and RTN alone.
-        value_rotation: `online` rotates V as it is cached; `fused` takes it as rotated already.
+        value_rotation: `online` rotates V as it is cached, `fused` takes it as rotated already;
+            None leaves the choice to the model, and means `online` here.
 
     Source: KVarN (arXiv 2606.03458), section 3.
     """
@@ -25,16 +26,16 @@ class KVarN(Method):
     plain_basis: ClassVar[bool] = False
 
     iterations: int = KVarNSettings.iterations
-    value_rotation: Literal["online", "fused"] = "online"
+    value_rotation: Literal["online", "fused"] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("value_rotation", self.value_rotation, ("online", "fused"))
+        check_choice("value_rotation", self.value_rotation, ("online", "fused", None))
 
     def reconstruct(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """See `Method.reconstruct`."""
         codec = TileCodec(
-            self.settings, keys.shape[-1], rotate_values=self.value_rotation == "online"
+            self.settings, keys.shape[-1], rotate_values=self.value_rotation != "fused"
         )
         return codec.reconstruct(keys, values)
 

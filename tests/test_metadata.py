@@ -1,0 +1,91 @@
+import json
+
+import pytest
+from pydantic import ValidationError
+
+from kvarn_cli.errors import CheckpointError
+from kvarn_cli.metadata import CacheFormat, KVarNConfig, Manifest, Rotation
+from kvarn_cli.settings import KVarNSettings
+
+SETTINGS = KVarNSettings(key_bits=2, iterations=16)
+
+
+def block():
+    rotation = {
+        "signs": "+" * 63 + "-",
+        "head_dim": 64,
+        "where": "fused",
+        "apply": [{"targets": ["model.layers.0.self_attn.v_proj"], "location": "weight_output"}],
+    }
+    return {
+        "format_version": 1,
+        "kvarn_version": "0.1.0",
+        "base_model": {"name": "org/model", "revision": None, "index_sha256": "0" * 64},
+        "cache": CacheFormat.from_settings(SETTINGS, 64).model_dump(),
+        "layers": {"covered": [0, 1], "left_out": [{"layer": 2, "reason": "sliding window"}]},
+        "rotations": {"key": rotation | {"where": "online"}, "value": rotation},
+        "proof": None,
+        "calibration": None,
+    }
+
+
+def test_a_block_survives_json():
+    config = KVarNConfig.from_config_dict({"kvarn_config": block()})
+    assert config is not None
+    again = json.loads(config.model_dump_json())
+    assert KVarNConfig.from_config_dict({"kvarn_config": again}) == config
+    assert config.cache.settings == SETTINGS
+    assert config.fused
+
+
+def test_a_config_without_the_block_reads_as_none():
+    assert KVarNConfig.from_config_dict({"model_type": "llama"}) is None
+
+
+@pytest.mark.parametrize("version", [0, 2, "1.0", None])
+def test_an_unknown_format_version_is_refused_by_name(version):
+    with pytest.raises(CheckpointError, match=f"format_version {version!r} is unknown") as caught:
+        KVarNConfig.from_config_dict({"kvarn_config": block() | {"format_version": version}})
+    assert "upgrade" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("cache", "key_bits"), 3, "key_bits is 3"),
+        (("cache", "record_bytes"), 1, "record_bytes should be"),
+        (("cache", "dtype"), "kvarn_k4v2_g128", "dtype and record_bytes"),
+        (("rotations", "value", "signs"), "+-", "signs has 2 entries"),
+        (("rotations", "value", "normalized"), False, "normalized"),
+        (("layers", "covered"), "all", "layers.covered"),
+        (("surprise",), 1, "surprise"),
+    ],
+)
+def test_a_broken_block_is_refused_with_its_place(path, value, message):
+    broken = block()
+    parent = broken
+    for name in path[:-1]:
+        parent = parent[name]
+    parent[path[-1]] = value
+    with pytest.raises(CheckpointError, match=message) as caught:
+        KVarNConfig.from_config_dict({"kvarn_config": broken})
+    assert caught.value.exit_code == 6
+
+
+@pytest.mark.parametrize("not_a_block", [3, "text", [], {}])
+def test_something_else_under_the_key_is_refused(not_a_block):
+    with pytest.raises(CheckpointError, match="kvarn_config"):
+        KVarNConfig.from_config_dict({"kvarn_config": not_a_block})
+
+
+@pytest.mark.parametrize("path", ["/etc/passwd", "../x", "a/../../x", "a\\b", "./x"])
+def test_a_manifest_names_only_files_inside_the_folder(path):
+    record = {"size_bytes": 1, "sha256": "0" * 64}
+    manifest = {"format_version": 1, "kvarn_version": "0.1.0", "files": {path: record}}
+    with pytest.raises(CheckpointError, match="no plain path"):
+        Manifest.from_json(json.dumps(manifest))
+
+
+def test_signs_are_only_plus_and_minus():
+    with pytest.raises(ValidationError, match="signs"):
+        Rotation(signs="+1", head_dim=2, where="online", apply=[])
