@@ -12,6 +12,7 @@ Every error says what, where, and (in `hint`) what would work instead. The comma
 both and exits with `exit_code`; an interrupt exits with 130.
 """
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 
@@ -21,13 +22,17 @@ class KvarnError(Exception):
     Args:
         message: one sentence that names the file, layer or setting.
         hint: what the user can do next, or an empty string.
+        details: JSON-ready data that belongs to the error, such as what was measured.
     """
 
     exit_code: ClassVar[int] = 1
 
-    def __init__(self, message: str, *, hint: str = "") -> None:
+    def __init__(
+        self, message: str, *, hint: str = "", details: Mapping[str, object] | None = None
+    ) -> None:
         super().__init__(message)
         self.hint = hint
+        self.details = dict(details or {})
 
 
 class UsageError(KvarnError):

@@ -1,0 +1,152 @@
+"""Load a configuration, tokenizer or model from a folder, without its code and without noise."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import logging as transformers_logging
+
+from kvarn_cli.errors import CheckpointError, UnsupportedModelError, UsageError
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def parse_device(name: str) -> torch.device:
+    """Read a device name; `auto` is the first GPU, or the CPU without one.
+
+    Raises:
+        UsageError: no such device on this machine.
+    """
+    if name == "auto":
+        if torch.cuda.is_available():
+            return torch.device("cuda")
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise UsageError(f"device {name!r} cannot be used: {reason}", hint="try cpu") from error
+    return device
+
+
+def parse_dtype(name: str) -> torch.dtype:
+    """Read the name of a compute dtype.
+
+    Raises:
+        UsageError: not float32, bfloat16 or float16.
+    """
+    if name not in _DTYPES:
+        raise UsageError(f"dtype {name!r} is none of {', '.join(_DTYPES)}")
+    return _DTYPES[name]
+
+
+def load_config(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedConfig:
+    """The configuration of a checkpoint, as transformers reads it.
+
+    Raises:
+        UnsupportedModelError: transformers does not know the model type.
+        CheckpointError: the configuration's values do not fit together.
+    """
+    with quiet_transformers():
+        try:
+            config: PreTrainedConfig = AutoConfig.from_pretrained(
+                folder, trust_remote_code=trust_remote_code, local_files_only=True
+            )
+        except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+            raise _loading_error(error, "config.json", trust_remote_code) from error
+    return config
+
+
+def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer of a checkpoint.
+
+    Raises:
+        CheckpointError: there is none, or it is broken.
+    """
+    with quiet_transformers():
+        try:
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+                folder, trust_remote_code=trust_remote_code, local_files_only=True
+            )
+        except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+            raise _loading_error(error, "the tokenizer", trust_remote_code) from error
+    return tokenizer
+
+
+def load_model(
+    folder: Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    """The causal language model of a checkpoint, in evaluation mode.
+
+    Raises:
+        UnsupportedModelError: transformers does not know the architecture.
+        CheckpointError: the weights do not fit the configuration.
+    """
+    model: PreTrainedModel
+    with quiet_transformers():
+        try:
+            model, info = AutoModelForCausalLM.from_pretrained(
+                folder,
+                dtype=dtype,
+                trust_remote_code=trust_remote_code,
+                local_files_only=True,
+                use_safetensors=True,
+                output_loading_info=True,
+            )
+        except (ValueError, KeyError, TypeError, AttributeError, OSError, RuntimeError) as error:
+            raise _loading_error(error, "the model", trust_remote_code) from error
+    if info["missing_keys"]:
+        first = min(info["missing_keys"])
+        raise CheckpointError(
+            f"the checkpoint lacks {len(info['missing_keys'])} tensors of the model, first {first}"
+        )
+    model.requires_grad_(False)
+    model.train(False)
+    return model.to(device)  # type: ignore[arg-type]
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Keep transformers' bars and advice off stderr for a while."""
+    level = transformers_logging.get_verbosity()
+    bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity(logging.CRITICAL)
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(level)
+        if bars:
+            transformers_logging.enable_progress_bar()
+
+
+def _loading_error(
+    error: Exception, what: str, trust_remote_code: bool
+) -> CheckpointError | UnsupportedModelError:
+    message = " ".join(str(error).split())
+    if "trust_remote_code" in message or "custom code" in message:
+        return UnsupportedModelError(
+            f"{what} needs code that the checkpoint brings along",
+            hint="read that code, then pass --trust-remote-code to run it",
+        )
+    if "does not recognize this architecture" in message or "Unrecognized model" in message:
+        return UnsupportedModelError(
+            f"transformers does not know this architecture: {message[:200]}",
+            hint="a newer transformers may: pip install --upgrade transformers",
+        )
+    return CheckpointError(f"{what} cannot be loaded: {message[:300]}")
