@@ -1,0 +1,108 @@
+from functools import partial
+
+import pytest
+import torch
+from torch.nn.functional import linear
+
+from kvarn_cli.errors import CheckpointError, UnsupportedModelError
+from kvarn_cli.model.fusion import (
+    rotate_output_weight,
+    rotate_value_bias,
+    rotate_value_weight,
+    tensor_rotations,
+)
+from kvarn_cli.quantization.hadamard import fused_rotation
+from tiny_models import tiny_config, tiny_model
+
+HEAD_DIM, KV_HEADS, HIDDEN = 32, 3, 48
+
+
+@pytest.fixture
+def normal():
+    return partial(torch.randn, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def test_the_cached_v_is_v_times_the_rotation(normal):
+    weight, bias = normal(KV_HEADS * HEAD_DIM, HIDDEN), normal(KV_HEADS * HEAD_DIM)
+    hidden_states = normal(5, HIDDEN)
+    rotation = fused_rotation(HEAD_DIM, dtype=torch.float64)
+    plain = linear(hidden_states, weight, bias).unflatten(-1, (KV_HEADS, HEAD_DIM))
+    fused = linear(
+        hidden_states, rotate_value_weight(weight, rotation), rotate_value_bias(bias, rotation)
+    ).unflatten(-1, (KV_HEADS, HEAD_DIM))
+    for head in range(KV_HEADS):
+        torch.testing.assert_close(fused[:, head], plain[:, head] @ rotation)
+
+
+def test_o_takes_the_rotation_back(normal):
+    weight = normal(HIDDEN, 2 * HEAD_DIM)
+    rotation = fused_rotation(HEAD_DIM, dtype=torch.float64)
+    attention_output = normal(5, 2, HEAD_DIM)
+    torch.testing.assert_close(
+        linear((attention_output @ rotation).flatten(1), rotate_output_weight(weight, rotation)),
+        linear(attention_output.flatten(1), weight),
+    )
+
+
+@pytest.mark.parametrize("rows", [1, 1024, 1025])
+def test_output_weight_in_blocks_equals_one_product(normal, rows):
+    weight = normal(rows, 2 * HEAD_DIM)
+    rotation = fused_rotation(HEAD_DIM, dtype=torch.float64)
+    whole = torch.einsum("khd,de->khe", weight.view(rows, 2, HEAD_DIM), rotation)
+    torch.testing.assert_close(rotate_output_weight(weight, rotation), whole.flatten(1))
+
+
+def test_logits_agree_and_the_transpose_undoes_the_fusion(model, layout_of, tokens):
+    layout = layout_of(model)
+    weights = model.state_dict()
+    original = {name: weight.clone() for name, weight in weights.items()}
+    with torch.no_grad():
+        before = model(tokens).logits
+        for name, rotated in tensor_rotations(layout).items():
+            weights[name].copy_(rotated(weights[name]))
+            assert not torch.allclose(weights[name], original[name], atol=1e-2)
+        after = model(tokens).logits
+    torch.testing.assert_close(after, before, atol=1e-4, rtol=0)
+
+    rotation = fused_rotation(layout.cache.head_dim)
+    for name, restored in tensor_rotations(layout, rotation.T).items():
+        torch.testing.assert_close(restored(weights[name]), original[name], atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_rotates_in_float32_and_rounds_once(layout_of, dtype):
+    model = tiny_model(tiny_config("qwen2"), dtype=dtype)
+    for name, rotated in tensor_rotations(layout_of(model)).items():
+        weight = model.state_dict()[name]
+        exact = rotated(weight.double())
+        result = rotated(weight)
+        assert result.dtype == dtype
+        assert result.is_contiguous()
+        rounding = torch.finfo(dtype).eps / 2 * exact.abs()
+        assert ((result.double() - exact).abs() <= rounding * 1.001 + 1e-6).all()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_refuses_nan_and_infinity_by_name(layout_of, value):
+    model = tiny_model(tiny_config("llama"))
+    name = "model.layers.1.self_attn.o_proj.weight"
+    weight = model.state_dict()[name].clone()
+    weight[3, 5] = value
+    with pytest.raises(CheckpointError, match=f"{name} holds NaN or infinity"):
+        tensor_rotations(layout_of(model))[name](weight)
+
+
+def test_refuses_float16_overflow_by_name(layout_of):
+    model = tiny_model(tiny_config("llama"))
+    name = "model.layers.0.self_attn.v_proj.weight"
+    weight = torch.full((64, 128), 6e4, dtype=torch.float16)
+    with pytest.raises(UnsupportedModelError, match=f"{name} overflows torch.float16"):
+        tensor_rotations(layout_of(model))[name](weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_refuses_quantized_dtypes_by_name(layout_of, dtype):
+    model = tiny_model(tiny_config("llama"))
+    name = "model.layers.0.self_attn.v_proj.weight"
+    with pytest.raises(UnsupportedModelError, match=f"{name} has dtype {dtype}"):
+        tensor_rotations(layout_of(model))[name](torch.zeros(64, 128, dtype=dtype))
