@@ -28,7 +28,8 @@ Device = Annotated[
     str, typer.Option(help="cpu, cuda, cuda:1, mps; auto takes a GPU when there is one.")
 ]
 ComputeDtype = Annotated[
-    str, typer.Option(help="float32, bfloat16 or float16 for the model's own arithmetic.")
+    str,
+    typer.Option(help="float32, bfloat16, float16; auto: float32 on a CPU, else as stored."),
 ]
 
 Dataset = Annotated[

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import (
@@ -40,14 +41,18 @@ def parse_device(name: str) -> torch.device:
     return device
 
 
-def parse_dtype(name: str) -> torch.dtype:
-    """Read the name of a compute dtype.
+def parse_dtype(name: str, device: torch.device) -> torch.dtype | None:
+    """Read the name of a compute dtype; None keeps the one that the weights are stored in.
+
+    `auto` is the stored one on a GPU and float32 on a CPU, where half precision is slow.
 
     Raises:
-        UsageError: not float32, bfloat16 or float16.
+        UsageError: not auto, float32, bfloat16 or float16.
     """
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else None
     if name not in _DTYPES:
-        raise UsageError(f"dtype {name!r} is none of {', '.join(_DTYPES)}")
+        raise UsageError(f"dtype {name!r} is none of auto, {', '.join(_DTYPES)}")
     return _DTYPES[name]
 
 
@@ -87,22 +92,28 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> PreTrain
 def load_model(
     folder: Path,
     *,
-    dtype: torch.dtype,
+    dtype: torch.dtype | None,
     device: torch.device,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """The causal language model of a checkpoint, in evaluation mode.
 
+    Args:
+        folder: holds the checkpoint.
+        dtype: of the weights in memory; None keeps the one they are stored in.
+        device: where to put it.
+        trust_remote_code: run model code that the checkpoint brings.
+
     Raises:
         UnsupportedModelError: transformers does not know the architecture.
         CheckpointError: the weights do not fit the configuration.
     """
-    model: PreTrainedModel
+    loaded: Any
     with quiet_transformers():
         try:
-            model, info = AutoModelForCausalLM.from_pretrained(
+            loaded = AutoModelForCausalLM.from_pretrained(
                 folder,
-                dtype=dtype,
+                dtype=dtype or "auto",
                 trust_remote_code=trust_remote_code,
                 local_files_only=True,
                 use_safetensors=True,
@@ -110,14 +121,15 @@ def load_model(
             )
         except (ValueError, KeyError, TypeError, AttributeError, OSError, RuntimeError) as error:
             raise _loading_error(error, "the model", trust_remote_code) from error
-    if info["missing_keys"]:
-        first = min(info["missing_keys"])
+    model: PreTrainedModel = loaded[0]
+    if missing := loaded[1]["missing_keys"]:
         raise CheckpointError(
-            f"the checkpoint lacks {len(info['missing_keys'])} tensors of the model, first {first}"
+            f"the checkpoint lacks {len(missing)} tensors of the model, first {min(missing)}"
         )
     model.requires_grad_(False)
     model.train(False)
-    return model.to(device)  # type: ignore[arg-type]
+    model.to(device)  # type: ignore[arg-type]
+    return model
 
 
 @contextmanager

@@ -1,0 +1,60 @@
+"""`kvarn generate`."""
+
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from kvarn_cli.cli import options
+from kvarn_cli.cli.console import console_session
+
+
+def generate(
+    model: Annotated[
+        str, typer.Argument(help="Converted folder; with --preset, any supported model.")
+    ],
+    prompt: Annotated[str, typer.Argument(help="What to say to the model.")],
+    preset: Annotated[
+        str | None,
+        typer.Option(help="Cache settings, e.g. k2v2_g128; else those of the conversion."),
+    ] = None,
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", "-n", min=1, help="Stop here at the latest.")
+    ] = 256,
+    seed: Annotated[
+        int | None, typer.Option(help="Sample, with this seed; else greedy.", show_default=False)
+    ] = None,
+    ignore_chat_template: Annotated[
+        bool, typer.Option("--ignore-chat-template", help="Continue the prompt as plain text.")
+    ] = False,
+    device: options.Device = "auto",
+    dtype: options.ComputeDtype = "auto",
+    trust_remote_code: options.TrustRemoteCode = False,
+    as_json: options.Json = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Generate text with the KV cache packed."""
+    with console_session(as_json=as_json, quiet=quiet) as console:
+        from kvarn_cli.generation import generate_text
+
+        generation = generate_text(
+            model,
+            prompt,
+            preset=preset,
+            max_new_tokens=max_new_tokens,
+            chat_template=not ignore_chat_template,
+            seed=seed,
+            device=device,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+            on_text=lambda text: console.result(text, end=""),
+        )
+        console.result()
+        saved = generation.sixteen_bit_cache_bytes / max(generation.cache_bytes, 1)
+        console.note(
+            f"{generation.new_tokens} tokens after {generation.prompt_tokens} of prompt, "
+            f"{generation.tokens_per_second:.1f} tokens/s; cache {generation.cache_dtype}: "
+            f"{generation.cache_bytes:,} bytes, {saved:.2f} times smaller than 16-bit "
+            f"({generation.sixteen_bit_cache_bytes:,})"
+        )
+        console.document(asdict(generation) | {"tokens_per_second": generation.tokens_per_second})

@@ -1,0 +1,145 @@
+"""Generate text with the KV cache packed."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase, TextStreamer
+
+from kvarn_cli.checkpoint.source import resolve_source
+from kvarn_cli.errors import UsageError
+from kvarn_cli.model.loading import (
+    load_model,
+    load_tokenizer,
+    parse_device,
+    parse_dtype,
+    quiet_transformers,
+)
+from kvarn_cli.runtime.cache import KVarNCache
+from kvarn_cli.settings import KVarNSettings
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A generated text and what its cache took.
+
+    Attributes:
+        text: the new text, special tokens left out.
+        prompt_tokens: tokens of the prompt, chat template included.
+        new_tokens: tokens generated.
+        elapsed_seconds: of the whole generation, prompt included.
+        cache_dtype: name of the cache's settings.
+        cache_bytes: bytes that the cache held at the end.
+        sixteen_bit_cache_bytes: bytes of the same tokens in float16.
+    """
+
+    text: str
+    prompt_tokens: int
+    new_tokens: int
+    elapsed_seconds: float
+    cache_dtype: str
+    cache_bytes: int
+    sixteen_bit_cache_bytes: int
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens per second, prompt included."""
+        return self.new_tokens / self.elapsed_seconds
+
+
+class _Streamer(TextStreamer):
+    """Hands finished pieces of text to a function."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, on_text: Callable[[str], None]) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self._on_text = on_text
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        self._on_text(text)
+
+
+def generate_text(
+    model_name: str,
+    prompt: str,
+    *,
+    preset: str | None = None,
+    max_new_tokens: int = 256,
+    chat_template: bool = True,
+    seed: int | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    trust_remote_code: bool = False,
+    on_text: Callable[[str], None] = lambda _: None,
+) -> Generation:
+    """Continue a prompt with a `KVarNCache`.
+
+    Args:
+        model_name: a converted folder, or any supported model when `preset` is given.
+        prompt: the user's message, or plain text to continue without a chat template.
+        preset: settings of the cache; None takes those of the conversion.
+        max_new_tokens: where to stop at the latest.
+        chat_template: wrap the prompt as the model's chat template says, if it has one.
+        seed: sample, with this seed; None decodes greedily.
+        device: where to run.
+        dtype: of the model's own arithmetic; see `parse_dtype`.
+        trust_remote_code: run model code that the checkpoint brings.
+        on_text: called with each finished piece of the text.
+
+    Raises:
+        UsageError: the model is not converted and no preset is given.
+        KvarnError: the model cannot be loaded or its cache cannot be packed.
+    """
+    folder = resolve_source(model_name).folder
+    settings = KVarNSettings.from_name(preset) if preset else None
+    torch_device = parse_device(device)
+    torch_dtype = parse_dtype(dtype, torch_device)
+    tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
+    model = load_model(
+        folder, dtype=torch_dtype, device=torch_device, trust_remote_code=trust_remote_code
+    )
+    cache = KVarNCache.from_model(model, settings)
+    tokens = _prompt_tokens(tokenizer, prompt, chat_template).to(torch_device)
+    if tokens.shape[1] == 0:
+        raise UsageError("the prompt is empty")
+    if seed is not None:
+        torch.manual_seed(seed)
+    generate: Any = model.generate
+    started = time.perf_counter()
+    with quiet_transformers(), torch.inference_mode():
+        output = generate(
+            tokens,
+            attention_mask=torch.ones_like(tokens),
+            cache=cache,
+            max_new_tokens=max_new_tokens,
+            do_sample=seed is not None,
+            streamer=_Streamer(tokenizer, on_text),
+        )
+    elapsed_seconds = time.perf_counter() - started
+    new_tokens = output[0, tokens.shape[1] :]
+    memory = cache.memory_bytes()
+    return Generation(
+        text=str(tokenizer.decode(new_tokens, skip_special_tokens=True)),
+        prompt_tokens=tokens.shape[1],
+        new_tokens=len(new_tokens),
+        elapsed_seconds=elapsed_seconds,
+        cache_dtype=cache.settings.cache_dtype,
+        cache_bytes=memory.held_bytes,
+        sixteen_bit_cache_bytes=memory.sixteen_bit_bytes,
+    )
+
+
+def _prompt_tokens(
+    tokenizer: PreTrainedTokenizerBase, prompt: str, chat_template: bool
+) -> torch.Tensor:
+    templated = chat_template and bool(tokenizer.chat_template)
+    if templated:
+        prompt = str(
+            tokenizer.apply_chat_template(
+                [{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False
+            )
+        )
+    encoded = tokenizer(prompt, add_special_tokens=not templated, return_tensors="pt")
+    tokens: torch.Tensor = encoded["input_ids"]
+    return tokens
