@@ -1,0 +1,5 @@
+"""Fixtures for every room."""
+
+from fake_hub import hub
+
+__all__ = ["hub"]
