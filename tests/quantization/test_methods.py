@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from kvarn_cli.errors import SettingsError
-from kvarn_cli.quantization.hadamard import fused_rotation, rotate
+from kvarn_cli.quantization.hadamard import fused_rotation, hadamard_matrix, rotate
 from kvarn_cli.quantization.methods import KIVI, METHODS, Exact, KVarN, QuaRot, parse_method
 
 
@@ -24,6 +24,7 @@ def states(seed=0):
         ("kvarn:kvarn_k4v4_g128", KVarN(value_bits=4)),
         ("quarot:k2v2_g128", QuaRot(key_bits=2)),
         ("kivi:k2v2_g32,sink_tokens=0", KIVI(key_bits=2, group_size=32, sink_tokens=0)),
+        ("quarot,key_axis=token", QuaRot(key_axis="token")),
         ("kvarn,value_rotation=fused", KVarN(value_rotation="fused")),
     ],
 )
@@ -79,12 +80,24 @@ def test_kivi_equals_a_plain_loop():
     assert torch.allclose(value_states[0, 0, 77], rounded(values[0, 0, 77]))
 
 
-def test_quarot_rounds_each_token_of_the_rotated_states():
+def test_published_quarot_rounds_each_token_of_the_rotated_states_alone():
     keys, values = states()
-    key_states, _ = QuaRot(key_bits=2).reconstruct(keys, values)
+    method = QuaRot(key_bits=2, key_axis="token")
+    key_states, _ = method.reconstruct(keys, values)
     shuffled = torch.randperm(256)
-    again, _ = QuaRot(key_bits=2).reconstruct(keys[:, :, shuffled], values)
+    again, _ = method.reconstruct(keys[:, :, shuffled], values)
     assert torch.allclose(again, key_states[:, :, shuffled], atol=1e-5)
+
+
+def test_quarot_is_kivi_in_the_rotated_basis_and_kvarn_without_normalization():
+    keys, values = states()
+    hadamard = hadamard_matrix(64)
+    own = QuaRot(key_bits=2).reconstruct(keys, values)
+    rotated = KIVI(key_bits=2).reconstruct(rotate(keys, hadamard), rotate(values, hadamard))
+    ablation = KVarN(key_bits=2, iterations=0).reconstruct(keys, values)
+    for states_, unrotated, without in zip(own, rotated, ablation, strict=True):
+        assert torch.allclose(states_, rotate(unrotated, hadamard), atol=1e-5)
+        assert torch.allclose(states_, without, atol=1e-5)
 
 
 def test_a_fused_model_s_values_are_quantized_as_they_are():
@@ -105,7 +118,8 @@ def test_a_fused_model_s_values_are_quantized_as_they_are():
         (Exact(), 16),
         (KVarN(), 3.5625),
         (KIVI(), 3 + (32 / 128 + 32 / 64) / 2),
-        (QuaRot(), 3 + 32 / 64),
+        (QuaRot(), 3 + (32 / 128 + 32 / 64) / 2),
+        (QuaRot(key_axis="token"), 3 + 32 / 64),
     ],
 )
 def test_bits_per_element_count_scales_and_zero_points(method, bits):
