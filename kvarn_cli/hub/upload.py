@@ -156,7 +156,7 @@ def _told_plainly(action: str, token: str) -> Iterator[None]:
         cause: Exception = error
         while isinstance(cause, RuntimeError) and isinstance(cause.__cause__, Exception):
             cause = cause.__cause__
-        if isinstance(cause, ValueError):
+        if isinstance(cause, ValueError) and not isinstance(cause, HfHubHTTPError):
             raise HubError(f"{action}: {str(cause).replace(token, '(token)')}") from None
         raise hub_error(cause, action, token=token) from None
 

@@ -255,6 +255,22 @@ def test_no_right_to_create_stops_at_once(hub: FakeHub, folder: Path, run: Run) 
     assert len(hub.asked("POST", "/create")) == 1
 
 
+def test_a_refused_upload_shows_no_signed_address(hub: FakeHub, folder: Path, run: Run) -> None:
+    hub.fail("PUT", "/storage/", 400, message="The content does not match its checksum")
+    outcome = run("push", folder, REPO)
+    assert outcome.exit_code == 4
+    assert "does not match its checksum" in outcome.stderr
+    assert "Signature" not in outcome.stderr
+
+
+def test_a_file_the_storage_refuses_is_told(hub: FakeHub, folder: Path, run: Run) -> None:
+    refused = {"oid": "0" * 64, "size": 1, "error": {"code": 403, "message": "over the quota"}}
+    hub.fail("POST", "/batch", 200, message=json.dumps({"objects": [refused]}).encode())
+    outcome = run("push", folder, REPO)
+    assert outcome.exit_code == 4
+    assert "over the quota" in outcome.stderr
+
+
 @pytest.mark.parametrize("path", ["/objects/batch", "/preupload/"])
 def test_full_storage_stops_at_once(hub: FakeHub, folder: Path, run: Run, path: str) -> None:
     hub.fail("POST", path, 403, times=9, message="Private storage limit reached")
