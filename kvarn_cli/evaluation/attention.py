@@ -1,0 +1,136 @@
+"""A tap on transformers' attention: one function sees every attention call of a forward pass.
+
+The tap is registered with transformers' attention and mask interfaces under one name (without a
+mask function of the same name, padding and sliding windows would be lost in silence) and chosen
+for the length of a `with` block. Attention itself stays transformers' own sdpa function.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from kvarn_cli.errors import UnsupportedModelError
+
+ATTENTION_NAME = "kvarn_tap"
+
+_UNKNOWN_TO_SDPA = ("softcap", "s_aux", "sinks", "position_bias", "head_mask")
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """What one attention module hands to its attention function.
+
+    Attributes:
+        module: the attention module.
+        query: [batch, heads, tokens, head_dim].
+        key: [batch, kv_heads, tokens, head_dim], after RoPE.
+        value: the same shape as key.
+        mask: what may be attended to, bool [batch, 1, tokens, tokens]; None means plain causal.
+        options: further keyword arguments, such as scaling.
+    """
+
+    module: nn.Module
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    options: dict[str, Any]
+
+    @property
+    def layer(self) -> int | None:
+        """Index of the decoder layer, None outside the decoder."""
+        return getattr(self.module, "layer_idx", None)
+
+    def attend(self, start: int, end: int, key: Tensor, value: Tensor) -> Tensor:
+        """Attention of the queries of one step, by the call a step with a cache would make.
+
+        Args:
+            start: first query.
+            end: behind the last query.
+            key: [batch, kv_heads, end, head_dim].
+            value: the same shape.
+
+        Returns:
+            [batch, end - start, heads, head_dim].
+        """
+        query = self.query[:, :, start:end]
+        if self.mask is None:
+            mask = sdpa_mask(len(query), end - start, end, q_offset=start, device=query.device)
+        else:
+            mask = self.mask[:, :, start:end, :end]
+        output: Tensor = sdpa_attention_forward(
+            self.module, query, key, value, mask, **self.options
+        )[0]
+        return output
+
+
+Tap = Callable[[AttentionCall], Tensor]
+"""Answers an attention call with its output, [batch, tokens, heads, head_dim]."""
+
+_TAP: ContextVar[Tap] = ContextVar("kvarn_attention_tap")
+
+
+@contextmanager
+def attention_tap(model: PreTrainedModel, tap: Tap) -> Iterator[None]:
+    """Answer every attention call of the model through `tap`; restore the model afterwards.
+
+    Raises:
+        UnsupportedModelError: the model's classes do not use transformers' attention interface.
+    """
+    before = _attention_implementations(model)
+    reset = _TAP.set(tap)
+    try:
+        model.set_attn_implementation(ATTENTION_NAME)
+        if model.config.get_text_config(decoder=True)._attn_implementation != ATTENTION_NAME:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} does not use transformers' attention interface",
+                hint="its cache errors cannot be measured with this release",
+            )
+        yield
+    finally:
+        model.set_attn_implementation(before)
+        _TAP.reset(reset)
+
+
+def _attention_implementations(model: PreTrainedModel) -> dict[str, str]:
+    config = model.config
+    parts = {key: getattr(config, key) for key in config.sub_configs}
+    return {"": config._attn_implementation} | {
+        key: part._attn_implementation for key, part in parts.items() if part is not None
+    }
+
+
+def _answer(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    for name in _UNKNOWN_TO_SDPA:
+        if options.get(name) is not None:
+            raise _unsupported(module, f"uses {name}")
+    if query.shape[2] != key.shape[2]:
+        raise _unsupported(module, "attends to tokens other than its own")
+    if not (options.get("is_causal") or getattr(module, "is_causal", True)):
+        raise _unsupported(module, "attends to later tokens")
+    call = AttentionCall(module, query, key, value, attention_mask, options)
+    return _TAP.get()(call), None
+
+
+def _unsupported(module: nn.Module, what: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{type(module).__name__} {what}, which a pseudo-decode does not reproduce"
+    )
+
+
+AttentionInterface.register(ATTENTION_NAME, _answer)
+AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
