@@ -21,7 +21,7 @@ FUSIBLE_DTYPES = ("F16", "BF16", "F32", "F64")
 ONLINE_HINT = "use --rotation online, which changes no weight"
 _ATTENTION = re.compile(r"(?P<prefix>(?:.*\.)?)layers\.(?P<index>\d+)\.self_attn\.(?P<part>.+)")
 _KNOWN_BESIDE_PROJECTIONS = {"q_norm.weight", "k_norm.weight", "rotary_emb.inv_freq"}
-_JOINED_PROJECTIONS = ("qkv_proj", "query_key_value", "c_attn", "Wqkv", "in_proj", "kv_b_proj")
+_JOINED_PROJECTIONS = ("qkv_proj", "query_key_value", "c_attn", "Wqkv", "kv_b_proj")
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,18 @@ class AttentionLayer:
     head_dim: int
 
     @property
+    def value_tensors(self) -> tuple[str, ...]:
+        """W_V and, where there is one, b_V."""
+        return (
+            (self.value_weight,)
+            if self.value_bias is None
+            else (self.value_weight, self.value_bias)
+        )
+
+    @property
     def tensors(self) -> tuple[str, ...]:
-        """Names of all tensors that change."""
-        names = (self.value_weight, self.value_bias, self.output_weight)
-        return tuple(name for name in names if name is not None)
+        """All tensors that change."""
+        return (*self.value_tensors, self.output_weight)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,168 @@
+"""A proof by experiment that fusing V's rotation leaves an architecture's function unchanged.
+
+`layout` can only see names and shapes. What an attention class computes between V and o_proj is
+decided by its code, so that code is run: on a shrunken instance of the architecture in float64,
+with everything drawn at random, the logits before and after the fusion must agree to within
+rounding. The fusion is done by the very code that rewrites the checkpoint.
+
+V is drawn a thousand times larger than its input. A clamp on V or on the attention output (OLMo's
+`clip_qkv`) acts on the outlier channels of trained models only; here it must act, and be seen.
+
+Agreement alone could also mean that the tensors do not matter. So each fused tensor in turn is
+put back unrotated, and each time the logits must move clearly; otherwise the proof is void.
+"""
+
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from kvarn_cli.errors import UnsupportedModelError
+from kvarn_cli.model.float64_mode import Float64Mode
+from kvarn_cli.model.fusion import TensorRotation, tensor_rotations
+from kvarn_cli.model.layout import ONLINE_HINT, ModelLayout, find_layout
+from kvarn_cli.model.loading import quiet_transformers
+from kvarn_cli.model.shrunken import (
+    MODEL_CODE_ERRORS,
+    VOCAB_SIZE,
+    build_random_model,
+    shrink_config,
+)
+
+FLOAT64_TOLERANCE = 1e-9
+FLOAT32_TOLERANCE = 1e-5
+SMALLEST_CONTROL = 1e-2
+
+_SEED = 20_260_603
+_NUM_TOKENS = 24
+_VALUE_SCALE = 1000.0
+_EXPECTED_MODULES = {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "rotary_emb"}
+
+RotationSet = Callable[[ModelLayout], Mapping[str, TensorRotation]]
+
+
+@dataclass(frozen=True)
+class Proof:
+    """The numbers of a passed proof; differences are relative to the largest logit.
+
+    Attributes:
+        architecture: class of the model that was run.
+        head_dim: width of the rotation that was fused.
+        num_tensors: fused tensors of the shrunken instance, each with its own control.
+        tolerance: what `largest_difference` had to stay under.
+        largest_difference: largest change of a logit by the fusion.
+        smallest_control: smallest change when one fused tensor was left unrotated.
+        float32_upcast: an operation narrowed float64 to float32, which set the wider tolerance.
+        elapsed_seconds: time the proof took.
+    """
+
+    architecture: str
+    head_dim: int
+    num_tensors: int
+    tolerance: float
+    largest_difference: float
+    smallest_control: float
+    float32_upcast: bool
+    elapsed_seconds: float
+
+
+def prove_fusion(
+    config: PreTrainedConfig,
+    *,
+    trust_remote_code: bool = False,
+    rotations: RotationSet = tensor_rotations,
+) -> Proof:
+    """Prove on a shrunken random instance that the fusion changes nothing.
+
+    Args:
+        config: the model's configuration.
+        trust_remote_code: run modeling code that comes with the checkpoint.
+        rotations: from a layout to the rotation of each tensor, as `tensor_rotations`.
+
+    Raises:
+        UnsupportedModelError: the instance cannot be built or laid out, its logits change, or a
+            tensor left unrotated does not change them.
+    """
+    start = time.perf_counter()
+    with quiet_transformers(), warnings.catch_warnings(action="ignore"):
+        small = shrink_config(config)
+        model = build_random_model(small, seed=_SEED, trust_remote_code=trust_remote_code)
+        weights = model.state_dict()
+        layout = find_layout(
+            small.to_dict(), {name: tuple(weight.shape) for name, weight in weights.items()}
+        )
+        for layer in layout.layers:
+            for name in layer.value_tensors:
+                weights[name].mul_(_VALUE_SCALE)
+        originals, fused = {}, {}
+        for name, rotated in rotations(layout).items():
+            originals[name] = weights[name].clone()
+            fused[name] = rotated(originals[name])
+
+        mode = Float64Mode()
+        before = _logits(model, mode)
+        for name, weight in fused.items():
+            weights[name].copy_(weight)
+        difference = _relative_change(before, _logits(model, mode))
+        controls = {}
+        for name, weight in originals.items():
+            weights[name].copy_(weight)
+            controls[name] = _relative_change(before, _logits(model, mode))
+            weights[name].copy_(fused[name])
+
+    tolerance = FLOAT32_TOLERANCE if mode.narrowed else FLOAT64_TOLERANCE
+    if not difference <= tolerance:
+        raise UnsupportedModelError(
+            f"fusing V would change what {type(model).__name__} computes: logits move by "
+            f"{difference:.1e} of the largest, rounding explains {tolerance:.0e}; "
+            f"{_suspects(model, layout)}",
+            hint=ONLINE_HINT,
+        )
+    weakest = min(controls, key=controls.__getitem__)
+    if not controls[weakest] > SMALLEST_CONTROL:
+        raise UnsupportedModelError(
+            f"the proof is void: leaving {weakest} unrotated moves the logits of "
+            f"{type(model).__name__} by only {controls[weakest]:.1e} of the largest",
+            hint=ONLINE_HINT,
+        )
+    return Proof(
+        architecture=type(model).__name__,
+        head_dim=layout.cache.head_dim,
+        num_tensors=len(controls),
+        tolerance=tolerance,
+        largest_difference=difference,
+        smallest_control=controls[weakest],
+        float32_upcast=mode.narrowed,
+        elapsed_seconds=time.perf_counter() - start,
+    )
+
+
+def _logits(model: PreTrainedModel, mode: Float64Mode) -> Tensor:
+    generator = torch.Generator().manual_seed(_SEED)
+    tokens = torch.randint(VOCAB_SIZE, (1, _NUM_TOKENS), generator=generator)
+    try:
+        with torch.no_grad(), mode:
+            logits: Tensor = model(input_ids=tokens, use_cache=False).logits
+    except MODEL_CODE_ERRORS as error:
+        raise UnsupportedModelError(
+            f"a small instance of {type(model).__name__} does not run: {error}", hint=ONLINE_HINT
+        ) from error
+    return logits
+
+
+def _relative_change(before: Tensor, after: Tensor) -> float:
+    return float((after - before).abs().max() / before.abs().max())
+
+
+def _suspects(model: PreTrainedModel, layout: ModelLayout) -> str:
+    """What may stand between V and o_proj, by name."""
+    block = layout.layers[0].value_weight.removesuffix(".v_proj.weight")
+    attention = model.get_submodule(block)
+    unexpected = [name for name, _ in attention.named_children() if name not in _EXPECTED_MODULES]
+    if unexpected:
+        return f"in {type(attention).__name__} stands {', '.join(unexpected)}"
+    return f"{type(attention).__name__}.forward does more than attend between v_proj and o_proj"

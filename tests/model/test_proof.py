@@ -1,0 +1,217 @@
+"""The proof passes sound architectures and catches sabotage and made-up attention classes."""
+
+import pytest
+import torch
+from tiny_models import tiny_config
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, OlmoConfig
+from transformers.models.llama.modeling_llama import LlamaAttention
+
+from kvarn_cli.errors import UnsupportedModelError
+from kvarn_cli.model.fusion import tensor_rotations
+from kvarn_cli.model.proof import (
+    FLOAT32_TOLERANCE,
+    FLOAT64_TOLERANCE,
+    SMALLEST_CONTROL,
+    prove_fusion,
+)
+from kvarn_cli.quantization.hadamard import fused_rotation
+
+
+class Gate(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(64))
+
+    def forward(self, x):
+        return x * self.weight.sigmoid()
+
+
+def through_float32(x):
+    """Rounds, but mixes no channels: sound, at the wider tolerance."""
+    return torch.zeros(x.shape).copy_(x).double()
+
+
+def norm_of_heads(x):
+    """A norm without weights over each head commutes with every rotation."""
+    heads = x.unflatten(-1, (-1, 32))
+    return (heads / heads.norm(dim=-1, keepdim=True)).flatten(-2)
+
+
+class MadeUpConfig(LlamaConfig):
+    model_type = "made-up"
+    between: str = "nothing"
+
+
+class MadeUpAttention(LlamaAttention):
+    """Llama's attention with something between attention and o_proj."""
+
+    def __init__(self, config, layer_idx):
+        super().__init__(config, layer_idx)
+        self.between = {
+            "gate": Gate,
+            "activation": nn.SiLU,
+            "function": lambda: torch.tanh,
+            "clamp": lambda: lambda x: x.clamp(-30, 30),
+            "float32": lambda: through_float32,
+            "norm": lambda: norm_of_heads,
+        }[config.between]()
+
+    def forward(self, *args, **kwargs):
+        def act(_, inputs):
+            return self.between(*inputs)
+
+        with self.o_proj.register_forward_pre_hook(act):
+            return super().forward(*args, **kwargs)
+
+
+class MadeUpForCausalLM(LlamaForCausalLM):
+    config_class = MadeUpConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        for index, layer in enumerate(self.model.layers):
+            layer.self_attn = MadeUpAttention(config, index)
+
+
+AutoModelForCausalLM.register(MadeUpConfig, MadeUpForCausalLM, exist_ok=True)
+
+
+def made_up(between):
+    return MadeUpConfig(
+        between=between,
+        hidden_size=64,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_hidden_layers=2,
+        intermediate_size=64,
+    )
+
+
+def test_proves_every_family(family):
+    proof = prove_fusion(tiny_config(family))
+    assert proof.tolerance == FLOAT64_TOLERANCE
+    assert proof.largest_difference < 1e-13
+    assert proof.smallest_control > 10 * SMALLEST_CONTROL
+    assert proof.num_tensors == (6 if family == "qwen2" else 4)
+    assert not proof.float32_upcast
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256, 512])
+def test_proves_the_width_that_will_be_fused(head_dim):
+    assert prove_fusion(tiny_config("qwen3", head_dim=head_dim)).head_dim == head_dim
+
+
+def test_proves_tied_embeddings_and_mixed_layers():
+    prove_fusion(tiny_config("llama", tie_word_embeddings=True, num_key_value_heads=4))
+    prove_fusion(
+        tiny_config(
+            "qwen2",
+            num_hidden_layers=6,
+            use_sliding_window=True,
+            sliding_window=16,
+            max_window_layers=3,
+        )
+    )
+
+
+def without(part):
+    def rotations(layout):
+        full = tensor_rotations(layout)
+        return {name: turn for name, turn in full.items() if not name.endswith(part)}
+
+    return rotations
+
+
+def value_takes_the_transpose(layout):
+    wrong = tensor_rotations(layout, fused_rotation(layout.cache.head_dim).T)
+    return tensor_rotations(layout) | {
+        name: turn for name, turn in wrong.items() if "v_proj" in name
+    }
+
+
+def heads_interleaved(layout):
+    """Takes column c of W_O for channel c // num_heads of head c % num_heads."""
+    rotation = fused_rotation(layout.cache.head_dim, dtype=torch.float64)
+
+    def turn(weight):
+        channels_first = weight.unflatten(1, (len(rotation), -1))
+        return torch.einsum("kdh,de->keh", channels_first, rotation).flatten(1)
+
+    return tensor_rotations(layout) | {layer.output_weight: turn for layer in layout.layers}
+
+
+@pytest.mark.parametrize(
+    "sabotage",
+    [
+        without("v_proj.bias"),
+        without("o_proj.weight"),
+        without("layers.1.self_attn.v_proj.weight"),
+        value_takes_the_transpose,
+        heads_interleaved,
+    ],
+)
+def test_catches_a_sabotaged_fusion(sabotage):
+    with pytest.raises(UnsupportedModelError, match="would change what Qwen2ForCausalLM computes"):
+        prove_fusion(tiny_config("qwen2"), rotations=sabotage)
+
+
+def test_is_void_when_a_tensor_does_not_matter():
+    def idle(layout):
+        return dict.fromkeys(tensor_rotations(layout), torch.clone)
+
+    with pytest.raises(UnsupportedModelError, match=r"void: leaving .* unrotated moves the logits"):
+        prove_fusion(tiny_config("llama"), rotations=idle)
+
+
+@pytest.mark.parametrize(
+    ("between", "named"),
+    [
+        ("gate", r"self_attn\.between\.weight may act between attention and o_proj"),
+        ("activation", "in MadeUpAttention stands between"),
+        ("function", r"MadeUpAttention\.forward does more than attend"),
+        ("clamp", r"MadeUpAttention\.forward does more than attend"),
+    ],
+)
+def test_refuses_what_stands_between_attention_and_output(between, named):
+    with pytest.raises(UnsupportedModelError, match=named) as caught:
+        prove_fusion(made_up(between))
+    assert "--rotation online" in caught.value.hint
+
+
+def test_refuses_a_clamp_on_v():
+    with pytest.raises(UnsupportedModelError, match="OlmoAttention"):
+        prove_fusion(OlmoConfig(clip_qkv=30.0))
+
+
+def test_a_norm_without_weights_commutes():
+    assert prove_fusion(made_up("norm")).largest_difference < 1e-13
+
+
+def test_rounding_to_float32_on_the_path_is_seen_and_tolerated():
+    proof = prove_fusion(made_up("float32"))
+    assert proof.float32_upcast
+    assert proof.tolerance == FLOAT32_TOLERANCE
+    assert 1e-9 < proof.largest_difference < 1e-6
+
+
+def test_refuses_what_cannot_be_built():
+    broken = tiny_config("llama", hidden_act="no such activation")
+    with pytest.raises(UnsupportedModelError, match="no small instance of LlamaConfig"):
+        prove_fusion(broken)
+
+
+def test_leaves_random_state_config_and_output_alone(capfd):
+    config = tiny_config("llama", eos_token_id=[2, 299])
+    before = config.to_dict()
+    random_state = torch.get_rng_state()
+    prove_fusion(config)
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert config.to_dict() == before
+    assert capfd.readouterr() == ("", "")
+
+
+def test_is_repeatable():
+    first, second = (prove_fusion(tiny_config("qwen3")) for _ in range(2))
+    assert first.largest_difference == second.largest_difference
+    assert first.smallest_control == second.smallest_control

@@ -1,0 +1,66 @@
+import pytest
+import torch
+from tiny_models import tiny_config
+from transformers import LlamaConfig
+
+from kvarn_cli.model.shrunken import VOCAB_SIZE, build_random_model, shrink_config
+
+LLAMA = LlamaConfig(
+    hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, num_hidden_layers=32
+)
+
+
+def test_keeps_what_decides_the_arithmetic():
+    small = shrink_config(LLAMA)
+    assert type(small) is LlamaConfig
+    assert small.head_dim == 128
+    assert (small.num_attention_heads, small.num_key_value_heads) == (8, 2)
+    assert small.hidden_size == 8 * 128
+    assert small.num_hidden_layers == 2
+    assert small.vocab_size == VOCAB_SIZE
+    assert LLAMA.num_hidden_layers == 32
+
+
+def test_heads_of_their_own_width_stay_so():
+    small = shrink_config(tiny_config("qwen3", head_dim=64, hidden_size=128))
+    assert small.head_dim == 64
+    assert small.hidden_size != small.num_attention_heads * small.head_dim
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
+def test_keeps_the_grouping_of_queries(num_kv_heads):
+    small = shrink_config(tiny_config("llama", num_key_value_heads=num_kv_heads))
+    assert small.num_attention_heads // small.num_key_value_heads == 4 // num_kv_heads
+
+
+def test_keeps_one_layer_of_each_kind():
+    config = tiny_config(
+        "qwen2",
+        num_hidden_layers=5,
+        use_sliding_window=True,
+        sliding_window=64,
+        max_window_layers=3,
+    )
+    assert shrink_config(config).layer_types == ["full_attention", "sliding_attention"]
+
+
+def test_token_ids_fit_the_vocabulary():
+    small = shrink_config(tiny_config("llama", eos_token_id=[2, 299], pad_token_id=299))
+    assert small.eos_token_id == [2, VOCAB_SIZE - 1]
+    assert small.pad_token_id == VOCAB_SIZE - 1
+
+
+def test_everything_is_drawn_in_float64(family):
+    model = build_random_model(shrink_config(tiny_config(family)), seed=0, trust_remote_code=False)
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        assert tensor.dtype == torch.float64, name
+        assert ((tensor != 0) & (tensor != 1)).all(), name
+        assert tensor.unique().numel() > 1, name
+
+
+def test_the_seed_decides():
+    config = shrink_config(tiny_config("llama"))
+    models = [build_random_model(config, seed=s, trust_remote_code=False) for s in (0, 0, 1)]
+    first, same, other = (model.lm_head.weight for model in models)
+    assert torch.equal(first, same)
+    assert not torch.equal(first, other)
