@@ -58,10 +58,12 @@ def test_a_push_creates_the_repository_and_uploads_every_byte(
     assert not repository.commits[result["commit"]]["config.json"].is_lfs
 
 
-def test_the_token_goes_to_the_hub_and_not_to_the_storage(
-    hub: FakeHub, folder: Path, run: Run
+def test_the_token_goes_to_the_hub_and_to_nobody_else(
+    hub: FakeHub, folder: Path, tmp_path: Path, run: Run
 ) -> None:
-    assert run("push", folder, REPO).exit_code == 0
+    assert run("push", folder, REPO, "--token", WRITE_TOKEN, token=None).exit_code == 0
+    kept = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
+    assert not any(WRITE_TOKEN.encode() in content for content in kept)
     assert {request.token for request in hub.asked("PUT", "/storage/")} == {None}
     assert {request.token for request in hub.asked("POST", "/commit/")} == {WRITE_TOKEN}
 
