@@ -4,6 +4,7 @@ import os
 import stat
 from collections.abc import Collection
 from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
 from kvarn_cli.errors import CheckpointError
 
@@ -14,7 +15,12 @@ OTHER_WEIGHT_SUFFIXES = (
 )
 ORIGINAL_FOLDER = "original"
 
-LeftOut = tuple[PurePosixPath, str]
+
+class LeftOut(NamedTuple):
+    """A file, or a folder with all that it holds, that does not belong to a checkpoint's copy."""
+
+    path: PurePosixPath
+    reason: str
 
 
 def find_sidecars(
@@ -29,8 +35,7 @@ def find_sidecars(
         shards: names of the weight files, which are neither.
 
     Returns:
-        The sidecars, and what is left out with the reason; both relative to `folder` and sorted.
-        A folder left out stands for all that it holds.
+        The sidecars and what is left out; both relative to `folder` and sorted.
 
     Raises:
         CheckpointError: a sidecar is a link to a missing file, or a folder cannot be read.
@@ -42,13 +47,13 @@ def find_sidecars(
             place = PurePosixPath(Path(parent).relative_to(folder).as_posix())
             for name in list(folder_names):
                 if reason := _reason_against_folder(Path(parent, name), place / name):
-                    left_out.append((place / name, reason))
+                    left_out.append(LeftOut(place / name, reason))
                     folder_names.remove(name)
             for name in file_names:
                 if str(place / name) in shards:
                     continue
                 if reason := _reason_against_file(Path(parent, name)):
-                    left_out.append((place / name, reason))
+                    left_out.append(LeftOut(place / name, reason))
                 else:
                     sidecars.append(place / name)
     except OSError as error:

@@ -16,6 +16,7 @@ from kvarn_cli.errors import UsageError
 
 _SNAPSHOT = re.compile(r"/(?:models--(?P<repo>[^/]+)/)?snapshots/(?P<commit>[0-9a-f]{40})")
 _TOKEN = re.compile(r"[!-~]+")
+_ALL_WEIGHTS = [f"*{suffix}" for suffix in (".safetensors", *OTHER_WEIGHT_SUFFIXES)]
 
 
 @dataclass(frozen=True)
@@ -26,11 +27,13 @@ class Source:
         folder: holds the files; only to be read, as it may be the Hub's shared cache.
         name: the Hub id, or the name of a local folder.
         revision: the commit on the Hub, or None where it is not known.
+        from_hub: whether the folder is a download, and not one that the user named.
     """
 
     folder: Path
     name: str
     revision: str | None
+    from_hub: bool = False
 
 
 def resolve_source(
@@ -39,6 +42,7 @@ def resolve_source(
     revision: str | None = None,
     token: str | None = None,
     cache_dir: Path | None = None,
+    weights: bool = True,
 ) -> Source:
     """Find a local folder, or else download a model from the Hub into its cache.
 
@@ -47,6 +51,7 @@ def resolve_source(
         revision: branch, tag or commit on the Hub.
         token: Hub token; without it the one that the user has logged in with.
         cache_dir: the Hub's cache, where it is not in its usual place.
+        weights: False downloads the small files alone, to be looked at before `fetch_weights`.
 
     Raises:
         UsageError: no such folder, no valid Hub id, or arguments that contradict each other.
@@ -54,14 +59,38 @@ def resolve_source(
         CheckpointError: the model's index is broken.
     """
     folder = _find_locally(model)
-    if folder is None:
-        return _download(model, revision, token, cache_dir)
-    if revision is not None:
-        raise UsageError(
-            f"{model} is a local folder, which has no revisions",
-            hint="leave out --revision, or give the model's Hub id",
-        )
-    return _describe(folder)
+    if folder is not None:
+        if revision is not None:
+            raise UsageError(
+                f"{model} is a local folder, which has no revisions",
+                hint="leave out --revision, or give the model's Hub id",
+            )
+        return _describe(folder)
+    ignored = [*_ALL_WEIGHTS, f"{ORIGINAL_FOLDER}/*"]
+    folder = _download(model, revision, token, cache_dir, ignore_patterns=ignored)
+    source = Source(folder, model, folder.name, from_hub=True)
+    if weights:
+        fetch_weights(source, token=token, cache_dir=cache_dir)
+    return source
+
+
+def fetch_weights(
+    source: Source, *, token: str | None = None, cache_dir: Path | None = None
+) -> None:
+    """Complete a download by the weight files that its index names; a local folder is left alone.
+
+    Args:
+        source: what `resolve_source` found.
+        token: as given to `resolve_source`.
+        cache_dir: as given to `resolve_source`.
+
+    Raises:
+        HubError: the Hub or the network did not deliver.
+        CheckpointError: the model's index is broken.
+    """
+    if source.from_hub:
+        names = [glob.escape(name) for name in shard_names(read_weight_map(source.folder))]
+        _download(source.name, source.revision, token, cache_dir, allow_patterns=names)
 
 
 def _find_locally(model: str) -> Path | None:
@@ -91,30 +120,28 @@ def _describe(folder: Path) -> Source:
 
 
 def _download(
-    model: str, revision: str | None, token: str | None, cache_dir: Path | None
-) -> Source:
-    """Fetch the small files, then the weights that they name: nothing twice, nothing unused."""
+    model: str,
+    revision: str | None,
+    token: str | None,
+    cache_dir: Path | None,
+    *,
+    allow_patterns: list[str] | None = None,
+    ignore_patterns: list[str] | None = None,
+) -> Path:
+    """Download what the patterns choose, and give the snapshot's folder, named by its commit."""
     token = (token or "").strip() or None
     if token and not _TOKEN.fullmatch(token):
         raise UsageError("the token has characters that no token has", hint="copy it once more")
-    other_weights = [f"*{suffix}" for suffix in (".safetensors", *OTHER_WEIGHT_SUFFIXES)]
     try:
-        folder = Path(
+        return Path(
             snapshot_download(
                 model,
                 revision=revision,
                 token=token,
                 cache_dir=cache_dir,
-                ignore_patterns=[*other_weights, f"{ORIGINAL_FOLDER}/*"],
+                allow_patterns=allow_patterns,
+                ignore_patterns=ignore_patterns,
             )
-        )
-        shards = shard_names(read_weight_map(folder))
-        snapshot_download(
-            model,
-            revision=folder.name,
-            token=token,
-            cache_dir=cache_dir,
-            allow_patterns=[glob.escape(shard) for shard in shards],
         )
     except HFValidationError as error:
         raise UsageError(
@@ -122,4 +149,3 @@ def _download(
         ) from error
     except (OSError, RuntimeError, httpx2.HTTPError) as error:
         raise hub_error(error, f"cannot download {model}", token=token) from None
-    return Source(folder, model, folder.name)

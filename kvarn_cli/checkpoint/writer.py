@@ -90,7 +90,7 @@ class CheckpointWriter:
         """Copy every sidecar and shard, and put the patched tensors into the copies.
 
         All other bytes stay as they are, except that a shard whose metadata names no `format`
-        gets a header that names `pt`, without which transformers refuses it.
+        gets a header that names `pt`: transformers before version 5 refuses a file without it.
 
         Args:
             patches: by name of the tensor; any tensor of the weight map.

@@ -3,7 +3,7 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
-from kvarn_cli.checkpoint.sidecars import find_sidecars
+from kvarn_cli.checkpoint.sidecars import LeftOut, find_sidecars
 from kvarn_cli.errors import CheckpointError
 
 
@@ -68,5 +68,5 @@ def test_a_broken_link_to_a_file_of_no_use_is_no_matter(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").symlink_to("gone")
     assert find_sidecars(tmp_path, []) == (
         (),
-        ((PurePosixPath("pytorch_model.bin"), "weights in another format"),),
+        (LeftOut(PurePosixPath("pytorch_model.bin"), "weights in another format"),),
     )

@@ -9,7 +9,7 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import filter_repo_objects, validate_repo_id
 
 from kvarn_cli.checkpoint import source
-from kvarn_cli.checkpoint.source import Source, resolve_source
+from kvarn_cli.checkpoint.source import Source, fetch_weights, resolve_source
 from kvarn_cli.errors import CheckpointError, HubError, UsageError
 
 COMMIT = "0123456789abcdef" * 2 + "01234567"
@@ -104,7 +104,7 @@ def test_downloads_only_the_weights_that_the_index_names(
     monkeypatch.setattr(source, "snapshot_download", hub)
     write_index(snapshot, {"a": FIRST, "b": SECOND})
     found = resolve_source("org/name", revision="main", token=SECRET, cache_dir=tmp_path)
-    assert found == Source(snapshot, "org/name", COMMIT)
+    assert found == Source(snapshot, "org/name", COMMIT, from_hub=True)
     assert hub.fetched == [*small, FIRST, SECOND]
     assert [call["revision"] for call in hub.calls] == ["main", COMMIT]
     assert all(call["token"] == SECRET and call["cache_dir"] == tmp_path for call in hub.calls)
@@ -115,6 +115,27 @@ def test_downloads_a_single_file(snapshot: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(source, "snapshot_download", hub)
     assert resolve_source("name").folder == snapshot
     assert hub.fetched == ["config.json", "model.safetensors"]
+
+
+def test_the_small_files_can_be_looked_at_before_the_weights_come(
+    snapshot: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = Hub(snapshot, "config.json", "model.safetensors")
+    monkeypatch.setattr(source, "snapshot_download", hub)
+    found = resolve_source("org/name", token=SECRET, weights=False)
+    assert hub.fetched == ["config.json"]
+    assert SECRET not in repr(found)
+    fetch_weights(found, token=SECRET)
+    assert hub.fetched == ["config.json", "model.safetensors"]
+
+
+def test_a_local_folder_has_its_weights_or_has_none(
+    snapshot: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = Hub(snapshot, "model.safetensors")
+    monkeypatch.setattr(source, "snapshot_download", hub)
+    fetch_weights(resolve_source(str(snapshot)))
+    assert hub.calls == []
 
 
 def test_a_hostile_index_is_refused_before_any_weights_come(
