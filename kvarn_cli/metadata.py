@@ -5,7 +5,7 @@ each rotation matrix, in compressed-tensors' words where it has one (`location`,
 `inverse`, `head_dim`). Its JSON Schema is `docs/kvarn_config.schema.json`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Annotated, Any, Final, Literal, Self, TypeVar
 
@@ -176,9 +176,25 @@ class EngineErrors(_Block):
 class Thresholds(_Block):
     """What validation allows."""
 
-    max_kl: float = Field(gt=0)
-    min_top1: float = Field(ge=0, le=1)
-    max_loss_increase: float = Field(ge=0)
+    max_kl: float = Field(gt=0, description="mean KL divergence, nats")
+    min_top1: float = Field(ge=0, le=1, description="top-1 agreement")
+    max_loss_increase: float = Field(ge=0, description="next-token loss, nats")
+
+    def misses(self, engines: Sequence[EngineErrors]) -> list[str]:
+        """What each engine measured beyond these limits, one sentence each."""
+        found = []
+        for errors in engines:
+            increase = errors.loss_quantized - errors.loss_original
+            if errors.kl_mean > self.max_kl:
+                found.append(f"{errors.engine}: KL {errors.kl_mean:.4f} > {self.max_kl}")
+            if errors.top1_agreement < self.min_top1:
+                agreement = f"top-1 agreement {errors.top1_agreement:.4f} < {self.min_top1}"
+                found.append(f"{errors.engine}: {agreement}")
+            if increase > self.max_loss_increase:
+                found.append(
+                    f"{errors.engine}: loss increase {increase:.4f} > {self.max_loss_increase}"
+                )
+        return found
 
 
 class Calibration(_Block):

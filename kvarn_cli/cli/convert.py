@@ -1,0 +1,202 @@
+"""`kvarn convert`."""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvarn_cli.cli import options
+from kvarn_cli.cli.console import Console, console_session
+from kvarn_cli.errors import UsageError
+from kvarn_cli.settings import DEFAULT_PRESET, KVarNSettings
+
+if TYPE_CHECKING:
+    from kvarn_cli.conversion.plan import ConversionPlan
+    from kvarn_cli.conversion.run import Conversion
+    from kvarn_cli.metadata import Calibration, KVarNConfig
+
+
+class RotationPlace(StrEnum):
+    """Where V's rotation happens."""
+
+    fused = "fused"
+    online = "online"
+
+
+def convert(
+    model: options.Model,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Folder to write.", show_default=False),
+    ] = None,
+    preset: Annotated[
+        str, typer.Option(help="Cache settings: k{2,4}v{2,4}_g{32,64,128,256}.")
+    ] = DEFAULT_PRESET,
+    iterations: Annotated[
+        int, typer.Option(min=0, help="Passes of the variance normalization.")
+    ] = KVarNSettings.iterations,
+    rotation: Annotated[
+        RotationPlace,
+        typer.Option(help="fused: V's rotation goes into W_V and W_O; online: no weight changes."),
+    ] = RotationPlace.fused,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop.")] = False,
+    no_validate: Annotated[
+        bool, typer.Option("--no-validate", help="Leave the calibration run out.")
+    ] = False,
+    dataset: options.Dataset = None,
+    dataset_field: options.DatasetField = "text",
+    num_samples: options.NumSamples = 4,
+    sequence_length: options.SequenceLength = 1024,
+    seed: options.Seed = 0,
+    max_kl: Annotated[
+        float, typer.Option(min=0, help="Most mean KL divergence to the original, nats.")
+    ] = 0.05,
+    min_top1: Annotated[
+        float, typer.Option(min=0, max=1, help="Least share of unchanged first choices.")
+    ] = 0.9,
+    max_loss_increase: Annotated[
+        float, typer.Option(min=0, help="Most increase of the next-token loss, nats.")
+    ] = 0.05,
+    force: Annotated[
+        bool, typer.Option("--force", help="Write although a threshold is missed; recorded.")
+    ] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace an earlier checkpoint at --output.")
+    ] = False,
+    device: options.Device = "auto",
+    dtype: options.ComputeDtype = "float32",
+    revision: options.Revision = None,
+    token: options.Token = None,
+    cache_dir: options.CacheDir = None,
+    trust_remote_code: options.TrustRemoteCode = False,
+    as_json: options.Json = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Convert a checkpoint for the KVarN cache, with its settings proven on it."""
+    with console_session(as_json=as_json, quiet=quiet) as console:
+        settings = KVarNSettings.from_name(preset).with_(iterations=iterations)
+        if output is None and not dry_run:
+            raise UsageError(
+                "no folder to write", hint="pass --output DIR, or --dry-run to see the plan"
+            )
+
+        from kvarn_cli.conversion.plan import plan_conversion
+
+        console.note(f"Reading {model}")
+        plan = plan_conversion(
+            model,
+            settings=settings,
+            rotation=rotation.value,
+            revision=revision,
+            token=token,
+            cache_dir=cache_dir,
+            trust_remote_code=trust_remote_code,
+        )
+        if dry_run or output is None:
+            _show_plan(console, plan)
+            console.document(plan.summary())
+            return
+
+        from kvarn_cli.conversion.run import Validation, run_conversion
+        from kvarn_cli.evaluation.calibration import CalibrationText
+        from kvarn_cli.metadata import Thresholds
+        from kvarn_cli.model.loading import parse_device, parse_dtype
+
+        validation = None
+        if not no_validate:
+            torch_device = parse_device(device)
+            validation = Validation(
+                CalibrationText(dataset, dataset_field, num_samples, sequence_length, seed),
+                Thresholds(max_kl=max_kl, min_top1=min_top1, max_loss_increase=max_loss_increase),
+                torch_device,
+                parse_dtype(dtype, torch_device),
+            )
+        with console.progress() as report:
+            conversion = run_conversion(
+                plan,
+                output,
+                validation=validation,
+                overwrite=overwrite,
+                force=force,
+                report=report,
+            )
+        _show_conversion(console, conversion)
+        console.document(
+            {
+                "output": str(conversion.output),
+                "warnings": list(conversion.warnings),
+                "kvarn_config": conversion.metadata.model_dump(mode="json"),
+            }
+        )
+
+
+def _show_plan(console: Console, plan: "ConversionPlan") -> None:
+    summary = plan.summary()
+    settings, cache = plan.settings, plan.cache
+    where = f"fused into {len(plan.rotated_tensors)} tensors" if plan.layout else "online"
+    lines = {
+        "model": f"{plan.source.name} ({summary['architecture']})",
+        "cache": f"{settings.cache_dtype}, {settings.record_bytes(cache.head_dim):,} bytes a "
+        f"record, {settings.bits_per_element(cache.head_dim):.4g} bits an element",
+        "layers": f"{len(cache.covered)} of {cache.num_layers} covered, "
+        f"{cache.num_kv_heads} KV heads of {cache.head_dim}",
+        "rotation of V": where,
+        "weights": f"{len(plan.checkpoint.shards)} files, {plan.checkpoint.shard_bytes:,} bytes; "
+        f"{summary['bytes_rotated']:,} of them change",
+    }
+    for length in (32_768, 131_072):
+        packed, full = plan.cache_bytes(length), plan.sixteen_bit_cache_bytes(length)
+        lines[f"cache at {length // 1024}k"] = (
+            f"{packed / 2**20:,.1f} MiB, float16 takes {full / 2**20:,.1f} MiB"
+        )
+    for name, text in lines.items():
+        console.result(f"{name:14} {text}")
+    for layer in cache.left_out:
+        console.result(f"left out       layer {layer.index}: {layer.reason}")
+    for path, reason in plan.checkpoint.left_out:
+        console.result(f"not copied     {path}: {reason}")
+
+
+def _show_conversion(console: Console, conversion: "Conversion") -> None:
+    metadata = conversion.metadata
+    for warning in conversion.warnings:
+        console.note(f"warning: {warning}")
+    if metadata.proof is not None:
+        console.result(_proof_line(metadata))
+    if metadata.calibration is not None:
+        _show_calibration(console, metadata.calibration)
+    console.result(f"Wrote {conversion.output} ({metadata.cache.dtype})")
+    console.note(f'Try it: kvarn generate {conversion.output} "Why is the sky blue?"')
+
+
+def _proof_line(metadata: "KVarNConfig") -> str:
+    proof = metadata.proof
+    assert proof is not None
+    return (
+        f"Proof: fusion moves the logits of a random float64 instance by "
+        f"{proof.instance_difference:.1e} of the largest (allowed {proof.instance_tolerance:.0e}); "
+        f"any one tensor left out, by {proof.smallest_control:.2f} or more. "
+        f"Rounding changes the real attention output by {proof.weight_change:.1e}."
+    )
+
+
+def _show_calibration(console: Console, calibration: "Calibration") -> None:
+    console.table(
+        ["engine", "KL", "top-1", "loss", "original", "attention MAE"],
+        [
+            [
+                errors.engine,
+                f"{errors.kl_mean:.4f}",
+                f"{errors.top1_agreement:.2%}",
+                f"{errors.loss_quantized:.4f}",
+                f"{errors.loss_original:.4f}",
+                f"{errors.attention_mae:.4f}",
+            ]
+            for errors in calibration.engines
+        ],
+        title=f"Against the original: {calibration.num_samples} windows of "
+        f"{calibration.sequence_length} tokens, {calibration.dataset}",
+    )
+    for miss in calibration.misses:
+        console.note(f"missed: {miss}")

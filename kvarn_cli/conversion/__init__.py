@@ -1,0 +1,1 @@
+"""`kvarn convert`: plan → prove → validate → write."""

@@ -1,0 +1,85 @@
+"""The `kvarn_config` block of a finished conversion."""
+
+from kvarn_cli import __version__
+from kvarn_cli.conversion.plan import ConversionPlan
+from kvarn_cli.metadata import (
+    Application,
+    BaseModelReference,
+    CacheFormat,
+    Calibration,
+    KVarNConfig,
+    Layers,
+    LeftOutLayer,
+    ProofRecord,
+    Rotation,
+    Rotations,
+)
+from kvarn_cli.model.layout import ModelLayout
+from kvarn_cli.quantization.hadamard import bent_signs
+
+_ATTENTION_MODULES = [r"re:.*layers\.\d+\.self_attn$"]
+
+
+def describe(
+    plan: ConversionPlan, proof: ProofRecord | None, calibration: Calibration | None
+) -> KVarNConfig:
+    """Describe the converted model completely enough to rebuild every matrix."""
+    head_dim = plan.cache.head_dim
+    return KVarNConfig(
+        kvarn_version=__version__,
+        base_model=BaseModelReference(
+            name=plan.source.name,
+            revision=plan.source.revision,
+            index_sha256=plan.checkpoint.index_sha256,
+        ),
+        cache=CacheFormat.from_settings(plan.settings, head_dim),
+        layers=Layers(
+            covered=list(plan.cache.covered),
+            left_out=[
+                LeftOutLayer(layer=layer.index, reason=layer.reason)
+                for layer in plan.cache.left_out
+            ],
+        ),
+        rotations=Rotations(
+            key=Rotation(
+                signs=None,
+                head_dim=head_dim,
+                where="online",
+                apply=[
+                    Application(targets=_ATTENTION_MODULES, location="q_attn"),
+                    Application(targets=_ATTENTION_MODULES, location="k_cache"),
+                ],
+            ),
+            value=_fused_value_rotation(plan.layout, head_dim)
+            if plan.layout
+            else Rotation(
+                signs=None,
+                head_dim=head_dim,
+                where="online",
+                apply=[
+                    Application(targets=_ATTENTION_MODULES, location="v_cache"),
+                    Application(targets=_ATTENTION_MODULES, location="output", inverse=True),
+                ],
+            ),
+        ),
+        proof=proof,
+        calibration=calibration,
+    )
+
+
+def _fused_value_rotation(layout: ModelLayout, head_dim: int) -> Rotation:
+    value_modules, output_modules = (
+        [name.removesuffix(".weight") for name in names]
+        for names in zip(
+            *((layer.value_weight, layer.output_weight) for layer in layout.layers), strict=True
+        )
+    )
+    return Rotation(
+        signs="".join("+" if sign > 0 else "-" for sign in bent_signs(head_dim).tolist()),
+        head_dim=head_dim,
+        where="fused",
+        apply=[
+            Application(targets=value_modules, location="weight_output"),
+            Application(targets=output_modules, location="weight_input", inverse=True),
+        ],
+    )

@@ -1,0 +1,149 @@
+"""What a conversion will do, known from the configuration and the headers alone."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from kvarn_cli.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from kvarn_cli.checkpoint.source import Source, fetch_weights, resolve_source
+from kvarn_cli.conversion.tensor_bytes import to_tensor
+from kvarn_cli.errors import UnsupportedModelError
+from kvarn_cli.metadata import KVarNConfig
+from kvarn_cli.model.cache_layout import CacheLayout, find_cache_layout
+from kvarn_cli.model.layout import ModelLayout, check_dtypes, find_layout
+from kvarn_cli.model.loading import load_config
+from kvarn_cli.settings import KVarNSettings
+
+RotationPlace = Literal["fused", "online"]
+
+
+@dataclass(frozen=True)
+class ConversionPlan:
+    """A checkpoint and what is going to happen to it.
+
+    Attributes:
+        source: where the checkpoint came from.
+        checkpoint: its opened folder.
+        config: its configuration as transformers reads it.
+        settings: of the quantizer.
+        cache: which layers the packed cache covers.
+        layout: the tensors to rotate; None when V is rotated online and no weight changes.
+        trust_remote_code: whether code from the checkpoint may run.
+    """
+
+    source: Source
+    checkpoint: Checkpoint
+    config: PreTrainedConfig
+    settings: KVarNSettings
+    cache: CacheLayout
+    layout: ModelLayout | None
+    trust_remote_code: bool
+
+    @property
+    def rotated_tensors(self) -> tuple[str, ...]:
+        """Names of the tensors that change."""
+        layers = self.layout.layers if self.layout else ()
+        return tuple(name for layer in layers for name in layer.tensors)
+
+    def read(self, name: str) -> Tensor:
+        """A tensor of the source, in its stored dtype."""
+        return to_tensor(self.checkpoint.read(name), self.checkpoint.info(name))
+
+    def cache_bytes(self, sequence_length: int) -> int:
+        """Bytes of the covered layers' packed cache for one sequence, sink and tail in 16 bits."""
+        heads = len(self.cache.covered) * self.cache.num_kv_heads
+        return heads * self.settings.cache_bytes(sequence_length, self.cache.head_dim)
+
+    def sixteen_bit_cache_bytes(self, sequence_length: int) -> int:
+        """Bytes of the same layers' cache in float16."""
+        heads = len(self.cache.covered) * self.cache.num_kv_heads
+        return heads * sequence_length * 2 * self.cache.head_dim * 2
+
+    def summary(self) -> dict[str, object]:
+        """The plan as JSON-ready data."""
+        checkpoint = self.checkpoint
+        return {
+            "model": self.source.name,
+            "revision": self.source.revision,
+            "architecture": (checkpoint.config.get("architectures") or [None])[0],
+            "cache_dtype": self.settings.cache_dtype,
+            "rotation": "fused" if self.layout else "online",
+            "head_dim": self.cache.head_dim,
+            "record_bytes": self.settings.record_bytes(self.cache.head_dim),
+            "bits_per_element": self.settings.bits_per_element(self.cache.head_dim),
+            "layers_covered": list(self.cache.covered),
+            "layers_left_out": [
+                {"layer": layer.index, "reason": layer.reason} for layer in self.cache.left_out
+            ],
+            "tensors_rotated": list(self.rotated_tensors),
+            "bytes_rotated": sum(checkpoint.info(n).size_bytes for n in self.rotated_tensors),
+            "bytes_copied": checkpoint.shard_bytes,
+            "files": sorted([*checkpoint.shards, *map(str, checkpoint.sidecars)]),
+            "files_left_out": [
+                {"path": str(path), "reason": reason} for path, reason in checkpoint.left_out
+            ],
+            "cache_bytes": {
+                str(length): {
+                    "packed": self.cache_bytes(length),
+                    "float16": self.sixteen_bit_cache_bytes(length),
+                }
+                for length in (32_768, 131_072)
+            },
+        }
+
+
+def plan_conversion(
+    model: str,
+    *,
+    settings: KVarNSettings,
+    rotation: RotationPlace,
+    revision: str | None = None,
+    token: str | None = None,
+    cache_dir: Path | None = None,
+    trust_remote_code: bool = False,
+) -> ConversionPlan:
+    """Resolve a model and decide what to do with it, before any weight is read.
+
+    Args:
+        model: local folder or Hub id; a model on the Hub is downloaded once its configuration
+            has been found convertible.
+        settings: of the quantizer.
+        rotation: whether V's rotation goes into the weights.
+        revision: branch, tag or commit on the Hub.
+        token: Hub token.
+        cache_dir: where downloads are kept.
+        trust_remote_code: whether code from the checkpoint may run.
+
+    Raises:
+        UnsupportedModelError: the model cannot be converted like this.
+        CheckpointError: a file is broken.
+        HubError: the download failed.
+    """
+    source = resolve_source(
+        model, revision=revision, token=token, cache_dir=cache_dir, weights=False
+    )
+    config = load_config(source.folder, trust_remote_code=trust_remote_code)
+    config_dict = config.to_dict()
+    _refuse_converted(config_dict, source)
+    cache = find_cache_layout(config_dict)
+    fetch_weights(source, token=token, cache_dir=cache_dir)
+    checkpoint = open_checkpoint(source.folder)
+    layout = None
+    if rotation == "fused":
+        infos = {name: checkpoint.info(name) for name in checkpoint.weight_map}
+        layout = find_layout(config_dict, {name: info.shape for name, info in infos.items()})
+        check_dtypes(layout, {name: info.dtype for name, info in infos.items()})
+    return ConversionPlan(source, checkpoint, config, settings, cache, layout, trust_remote_code)
+
+
+def _refuse_converted(config: dict[str, object], source: Source) -> None:
+    block = KVarNConfig.from_config_dict(config)
+    if block is not None:
+        raise UnsupportedModelError(
+            f"{source.name} was converted already, to {block.cache.dtype} with V's rotation "
+            f"{block.rotations.value.where}; converting it twice would rotate V twice",
+            hint=f"convert the original again: {block.base_model.name}",
+        )
