@@ -1,0 +1,159 @@
+import pytest
+import torch
+
+from kvarn_cli.errors import CheckpointError, UnsupportedModelError
+from kvarn_cli.model.fusion import tensor_rotations
+from kvarn_cli.model.layout import ModelLayout, find_layout
+from kvarn_cli.model.weight_check import check_weights
+from kvarn_cli.quantization.hadamard import fused_rotation
+
+HEAD_DIMS = (32, 64, 128, 256, 512)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+class Checkpoint:
+    """V and O of one layer in memory: 4 query heads, 2 KV heads, a small bias."""
+
+    def __init__(self, *, dtype=torch.bfloat16, head_dim=32, hidden_size=96, seed=0):
+        generator = torch.Generator().manual_seed(seed)
+        shapes = {
+            "q_proj.weight": (4 * head_dim, hidden_size),
+            "k_proj.weight": (2 * head_dim, hidden_size),
+            "v_proj.weight": (2 * head_dim, hidden_size),
+            "v_proj.bias": (2 * head_dim,),
+            "o_proj.weight": (hidden_size, 4 * head_dim),
+        }
+        self.tensors = {
+            f"model.layers.0.self_attn.{name}": 0.02 * torch.randn(shape, generator=generator)
+            for name, shape in shapes.items()
+        }
+        self.value_weight, self.value_bias, self.output_weight = (
+            f"model.layers.0.self_attn.{name}"
+            for name in ("v_proj.weight", "v_proj.bias", "o_proj.weight")
+        )
+        self.tensors[self.value_bias] *= 1e-3
+        self.dtype = dtype
+        config = {
+            "num_hidden_layers": 1,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "hidden_size": hidden_size,
+            "head_dim": head_dim,
+        }
+        self.layout: ModelLayout = find_layout(
+            config, {n: t.shape for n, t in self.tensors.items()}
+        )
+
+    def read(self, name):
+        return self.tensors[name].to(self.dtype)
+
+    def fused(self, rotation=None):
+        rotations = tensor_rotations(self.layout, rotation)
+        return {name: rotated(self.read(name)) for name, rotated in rotations.items()}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_accepts_right_fusions(dtype, head_dim):
+    checkpoint = Checkpoint(dtype=dtype, head_dim=head_dim)
+    check = check_weights(checkpoint.layout, checkpoint.read)
+    roundoff = torch.finfo(dtype).eps / 2
+    assert check.largest_share < 0.25
+    assert 0.1 * roundoff < check.largest_change < 50 * roundoff
+    assert check.layer == 0
+    assert check.warnings == ()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", ["constant", "rank 1", "heavy tails", "outliers"])
+def test_accepts_right_fusions_of_odd_weights(dtype, shape):
+    checkpoint = Checkpoint(dtype=dtype, head_dim=128)
+    for name, weight in checkpoint.tensors.items():
+        if shape == "constant":
+            weight.fill_(0.02)
+        elif shape == "rank 1" and weight.ndim == 2:
+            weight.copy_(weight[:, :1] * weight[:1] * 50)
+        elif shape == "heavy tails":
+            weight.copy_((weight * 50) ** 5)
+        elif shape == "outliers" and "bias" not in name:
+            weight[0] *= 100
+            weight[:, 0] *= 100
+    check_weights(checkpoint.layout, checkpoint.read)
+
+
+def interleaved(weight, rotation):
+    channels_first = weight.unflatten(1, (len(rotation), -1)).double()
+    return torch.einsum("kdh,de->keh", channels_first, rotation).flatten(1).to(weight.dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_refuses_wrong_fusions(dtype, head_dim):
+    checkpoint = Checkpoint(dtype=dtype, head_dim=head_dim)
+    rotation = fused_rotation(head_dim, dtype=torch.float64)
+    one_wrong_sign = rotation.clone()
+    one_wrong_sign[:, 3] *= -1
+    value, bias, output = (
+        checkpoint.value_weight,
+        checkpoint.value_bias,
+        checkpoint.output_weight,
+    )
+    right = checkpoint.fused()
+    sabotaged = {
+        "bias left out": {bias: checkpoint.read(bias)},
+        "V left out": {value: checkpoint.read(value)},
+        "O left out": {output: checkpoint.read(output)},
+        "V takes R": {value: checkpoint.fused(rotation.T)[value]},
+        "O takes its inverse": {output: checkpoint.fused(rotation.T)[output]},
+        "one wrong sign": {value: checkpoint.fused(one_wrong_sign)[value]},
+        "KV heads swapped": {value: right[value].roll(head_dim, 0)},
+        "query heads interleaved": {output: interleaved(checkpoint.read(output), rotation)},
+    }
+    for sabotage, tensors in sabotaged.items():
+        with pytest.raises(UnsupportedModelError, match=r"layer 0: .* query head 0"):
+            check_weights(checkpoint.layout, checkpoint.read, (right | tensors).__getitem__)
+            pytest.fail(sabotage)
+
+
+def test_a_single_wrong_head_is_named():
+    checkpoint = Checkpoint()
+    fused = checkpoint.fused()
+    fused[checkpoint.output_weight][:, 3 * 32 :] *= -1
+    with pytest.raises(UnsupportedModelError, match="query head 3"):
+        check_weights(checkpoint.layout, checkpoint.read, fused.__getitem__)
+
+
+def test_names_heads_that_are_all_zero():
+    checkpoint = Checkpoint()
+    checkpoint.tensors[checkpoint.value_weight][32:] = 0
+    checkpoint.tensors[checkpoint.value_bias][32:] = 0
+    checkpoint.tensors[checkpoint.output_weight][:, :32] = 0
+    check = check_weights(checkpoint.layout, checkpoint.read)
+    assert check.warnings == (
+        "layer 0: o_proj of query head 0 is all zero",
+        "layer 0: v_proj of KV head 1 is all zero",
+    )
+
+
+def test_all_zero_layers_change_nothing():
+    checkpoint = Checkpoint()
+    for weight in checkpoint.tensors.values():
+        weight.zero_()
+    check = check_weights(checkpoint.layout, checkpoint.read)
+    assert check.largest_change == 0
+    assert len(check.warnings) == 6
+
+
+def test_refuses_weights_that_float16_cannot_hold_rotated():
+    checkpoint = Checkpoint(dtype=torch.float16)
+    for weight in checkpoint.tensors.values():
+        weight.mul_(1e-5)
+    with pytest.raises(UnsupportedModelError, match=r"layer 0: .* so small that rounding"):
+        check_weights(checkpoint.layout, checkpoint.read)
+
+
+def test_nan_is_refused_by_name():
+    checkpoint = Checkpoint()
+    checkpoint.tensors[checkpoint.value_bias][5] = float("nan")
+    with pytest.raises(CheckpointError, match=r"v_proj\.bias holds NaN"):
+        check_weights(checkpoint.layout, checkpoint.read)
