@@ -2,10 +2,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from tiny_models import tiny_config, tiny_model
 from transformers import PreTrainedModel
 
 from kvarn_cli.model.layout import ModelLayout, find_layout
-from tiny_models import tiny_config, tiny_model
 
 
 @pytest.fixture(params=["llama", "mistral", "mistral-sliding", "qwen2", "qwen3"])

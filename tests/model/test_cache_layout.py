@@ -1,9 +1,9 @@
 import pytest
+from tiny_models import tiny_config
 from transformers import GPT2Config, MistralConfig
 
 from kvarn_cli.errors import UnsupportedModelError
 from kvarn_cli.model.cache_layout import find_cache_layout
-from tiny_models import tiny_config
 
 CONFIG = {
     "model_type": "llama",

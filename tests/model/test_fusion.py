@@ -2,6 +2,7 @@ from functools import partial
 
 import pytest
 import torch
+from tiny_models import tiny_config, tiny_model
 from torch.nn.functional import linear
 
 from kvarn_cli.errors import CheckpointError, UnsupportedModelError
@@ -12,7 +13,6 @@ from kvarn_cli.model.fusion import (
     tensor_rotations,
 )
 from kvarn_cli.quantization.hadamard import fused_rotation
-from tiny_models import tiny_config, tiny_model
 
 HEAD_DIM, KV_HEADS, HIDDEN = 32, 3, 48
 

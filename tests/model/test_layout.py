@@ -1,9 +1,9 @@
 import pytest
+from tiny_models import tiny_config
 
 from kvarn_cli.errors import UnsupportedModelError
 from kvarn_cli.model.cache_layout import find_cache_layout
 from kvarn_cli.model.layout import check_dtypes, find_layout
-from tiny_models import tiny_config
 
 CONFIG = tiny_config("qwen2").to_dict()
 WIDE, NARROW, HIDDEN = 128, 64, 128
