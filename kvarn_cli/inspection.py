@@ -118,7 +118,10 @@ def inspect_model(
         sequence_length=text.sequence_length,
         seed=text.seed,
         compute_dtype=str(model.dtype).removeprefix("torch."),
-        results=tuple(results),
+        results=tuple(
+            replace(result, method=method.label)
+            for method, result in zip(methods, results, strict=True)
+        ),
     )
 
 

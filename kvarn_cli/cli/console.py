@@ -15,6 +15,9 @@ from kvarn_cli.errors import KvarnError
 from kvarn_cli.progress import Report
 
 
+_PIPE_COLUMNS = 100
+
+
 class Console:
     """What a command prints with.
 
@@ -26,7 +29,9 @@ class Console:
     def __init__(self, *, as_json: bool, quiet: bool) -> None:
         self.as_json = as_json
         self.quiet = quiet
-        self._out = RichConsole(highlight=False, soft_wrap=True)
+        self._out = RichConsole(
+            highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else _PIPE_COLUMNS
+        )
         self._err = RichConsole(highlight=False, soft_wrap=True, stderr=True)
 
     def document(self, data: Mapping[str, object]) -> None:
@@ -47,7 +52,9 @@ class Console:
             return
         table = Table(title=title or None, title_justify="left", title_style="bold")
         for index, column in enumerate(columns):
-            table.add_column(column, justify="right" if index else "left", no_wrap=True)
+            table.add_column(
+                column, justify="right" if index else "left", no_wrap=index > 0, overflow="fold"
+            )
         for row in rows:
             table.add_row(*row)
         self._out.print(table)

@@ -81,7 +81,7 @@ def _show_errors(console: Console, errors: "ErrorReport") -> None:
         f"tokens, {errors.dataset}, {errors.compute_dtype}"
     )
     console.table(
-        ["method", "bits", "KL", "top-1", "loss", "exact loss"],
+        ["method", "bits", "KL", "top-1", "loss", "exact"],
         [
             [
                 result.method,
@@ -97,7 +97,7 @@ def _show_errors(console: Console, errors: "ErrorReport") -> None:
     )
     _show_context(console, errors.results)
     console.table(
-        ["method", "K mag.", "K dir.", "V mag.", "V dir.", "K worst 5 %", "of it mag."],
+        ["method", "K magn.", "K dir.", "V magn.", "V dir.", "K worst 5 %", "magn. there"],
         [
             [
                 result.method,
@@ -111,7 +111,8 @@ def _show_errors(console: Console, errors: "ErrorReport") -> None:
             for result in errors.results
             if result.keys is not None and result.values is not None
         ],
-        title="Packed tokens: squared error over squared norm; share of the worst 5 % of tokens",
+        title="Packed tokens: magnitude and direction error over squared norm; the worst 5 % of "
+        "tokens' share of K's error, and magnitude's share of it there",
     )
 
 
