@@ -14,7 +14,6 @@ from rich.table import Table
 from kvarn_cli.errors import KvarnError
 from kvarn_cli.progress import Report
 
-
 _PIPE_COLUMNS = 100
 
 

@@ -111,8 +111,7 @@ def _show_errors(console: Console, errors: "ErrorReport") -> None:
             for result in errors.results
             if result.keys is not None and result.values is not None
         ],
-        title="Packed tokens: magnitude and direction error over squared norm; the worst 5 % of "
-        "tokens' share of K's error, and magnitude's share of it there",
+        title="Packed tokens: error over squared norm; the worst 5 % of tokens' share of K's error",
     )
 
 

@@ -129,6 +129,12 @@ def plan_conversion(
     config_dict = config.to_dict()
     _refuse_converted(config_dict, source)
     cache = find_cache_layout(config_dict)
+    if not cache.covered:
+        raise UnsupportedModelError(
+            f"{source.name} has no layer whose cache grows with the sequence: "
+            f"{cache.left_out[0].reason}",
+            hint="its cache is small already; there is nothing to convert",
+        )
     fetch_weights(source, token=token, cache_dir=cache_dir)
     checkpoint = open_checkpoint(source.folder)
     layout = None
