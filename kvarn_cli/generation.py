@@ -3,14 +3,17 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase, TextStreamer
 
-from kvarn_cli.checkpoint.source import resolve_source
+from kvarn_cli.checkpoint.source import fetch_weights, resolve_source
 from kvarn_cli.errors import UsageError
+from kvarn_cli.metadata import KVarNConfig
 from kvarn_cli.model.loading import (
+    load_config,
     load_model,
     load_tokenizer,
     parse_device,
@@ -18,7 +21,7 @@ from kvarn_cli.model.loading import (
     quiet_transformers,
 )
 from kvarn_cli.runtime.cache import KVarNCache
-from kvarn_cli.settings import KVarNSettings
+from kvarn_cli.settings import DEFAULT_PRESET, KVarNSettings
 
 
 @dataclass(frozen=True)
@@ -70,13 +73,16 @@ def generate_text(
     seed: int | None = None,
     device: str = "auto",
     dtype: str = "auto",
+    revision: str | None = None,
+    token: str | None = None,
+    cache_dir: Path | None = None,
     trust_remote_code: bool = False,
     on_text: Callable[[str], None] = lambda _: None,
 ) -> Generation:
     """Continue a prompt with a `KVarNCache`.
 
     Args:
-        model_name: a converted folder, or any supported model when `preset` is given.
+        model_name: local folder or Hub id; converted, or any supported one when `preset` is given.
         prompt: the user's message, or plain text to continue without a chat template.
         preset: settings of the cache; None takes those of the conversion.
         max_new_tokens: where to stop at the latest.
@@ -84,25 +90,35 @@ def generate_text(
         seed: sample, with this seed; None decodes greedily.
         device: where to run.
         dtype: of the model's own arithmetic; see `parse_dtype`.
+        revision: branch, tag or commit on the Hub.
+        token: Hub token.
+        cache_dir: where downloads are kept.
         trust_remote_code: run model code that the checkpoint brings.
         on_text: called with each finished piece of the text.
 
     Raises:
-        UsageError: the model is not converted and no preset is given.
+        UsageError: the model is not converted and no preset is given, or the prompt is empty.
         KvarnError: the model cannot be loaded or its cache cannot be packed.
     """
-    folder = resolve_source(model_name).folder
     settings = KVarNSettings.from_name(preset) if preset else None
     torch_device = parse_device(device)
     torch_dtype = parse_dtype(dtype, torch_device)
-    tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
+    source = resolve_source(
+        model_name, revision=revision, token=token, cache_dir=cache_dir, weights=False
+    )
+    config = load_config(source.folder, trust_remote_code=trust_remote_code)
+    if settings is None and KVarNConfig.from_config_dict(config.to_dict()) is None:
+        raise UsageError(
+            f"{source.name} is not converted, so its cache has no settings",
+            hint=f"convert it, or pass --preset {DEFAULT_PRESET}",
+        )
+    tokenizer = load_tokenizer(source.folder, trust_remote_code=trust_remote_code)
+    tokens = _prompt_tokens(tokenizer, prompt, chat_template).to(torch_device)
+    fetch_weights(source, token=token, cache_dir=cache_dir)
     model = load_model(
-        folder, dtype=torch_dtype, device=torch_device, trust_remote_code=trust_remote_code
+        source.folder, dtype=torch_dtype, device=torch_device, trust_remote_code=trust_remote_code
     )
     cache = KVarNCache.from_model(model, settings)
-    tokens = _prompt_tokens(tokenizer, prompt, chat_template).to(torch_device)
-    if tokens.shape[1] == 0:
-        raise UsageError("the prompt is empty")
     if seed is not None:
         torch.manual_seed(seed)
     generate: Any = model.generate
@@ -140,6 +156,7 @@ def _prompt_tokens(
                 [{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False
             )
         )
-    encoded = tokenizer(prompt, add_special_tokens=not templated, return_tensors="pt")
-    tokens: torch.Tensor = encoded["input_ids"]
-    return tokens
+    tokens = tokenizer(prompt, add_special_tokens=not templated).input_ids
+    if not tokens:
+        raise UsageError("the prompt is empty")
+    return torch.tensor([tokens])

@@ -16,9 +16,9 @@ from kvarn_cli.metadata import KVarNConfig
 from kvarn_cli.model.loading import load_config, load_model, load_tokenizer
 from kvarn_cli.progress import Report, silent
 from kvarn_cli.quantization.hadamard import fused_rotation
-from kvarn_cli.quantization.methods import KVarN, Method, parse_method
+from kvarn_cli.quantization.methods import Exact, KVarN, Method, parse_method
 from kvarn_cli.runtime.coverage import attention_head_dim, covered_layers
-from kvarn_cli.settings import DEFAULT_PRESET, check_head_dim
+from kvarn_cli.settings import DEFAULT_PRESET, HEAD_DIMS
 
 SCHEMA = "kvarn.errors/1"
 
@@ -82,7 +82,7 @@ def inspect_model(
         report: told about progress.
 
     Raises:
-        SettingsError: a spec is wrong.
+        UsageError: a spec is wrong, or the text or its windows are too short.
         UnsupportedModelError: the model's cache cannot be measured.
         HubError: the download failed.
     """
@@ -97,6 +97,9 @@ def inspect_model(
     if not methods:
         preset = block.cache.settings.name if block else DEFAULT_PRESET
         methods = [parse_method(f"{name}:{preset}") for name in ("kvarn", "quarot", "kivi")]
+    for method in methods:
+        if not isinstance(method, Exact):
+            text.check_length(method.settings)
     windows = text.windows(load_tokenizer(source.folder, trust_remote_code=trust_remote_code))
     fetch_weights(source, token=token, cache_dir=cache_dir)
     model = load_model(
@@ -131,7 +134,10 @@ def _checked_head_dim(config: PreTrainedConfig) -> int:
             f"no layer of {config.model_type} keeps a cache that grows with the sequence"
         )
     head_dim = attention_head_dim(config)
-    check_head_dim(head_dim)
+    if head_dim not in HEAD_DIMS:
+        raise UnsupportedModelError(
+            f"head_dim is {head_dim}; rotations take {', '.join(map(str, HEAD_DIMS))}"
+        )
     return head_dim
 
 

@@ -1,23 +1,27 @@
 """The `kvarn` command."""
 
+import io
+import sys
 from typing import Annotated
 
 import typer
 
 from kvarn_cli import __version__
+from kvarn_cli.cli.console import Console
 from kvarn_cli.cli.convert import convert
 from kvarn_cli.cli.generate import generate
 from kvarn_cli.cli.inspect_errors import inspect_errors
 from kvarn_cli.cli.push_to_hub import push_to_hub
+from kvarn_cli.errors import UsageError
 
 app = typer.Typer(
     name="kvarn",
     help="Convert checkpoints for the KVarN KV cache, prove it, and measure the error.",
     epilog="Exit codes: 0 done, 1 unexpected, 2 usage, 3 unsupported model, 4 Hub or network, "
     "5 a threshold was missed, 6 broken checkpoint, 130 interrupted.",
-    no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
 )
 app.command("convert")(convert)
 app.command("inspect-errors")(inspect_errors)
@@ -31,8 +35,9 @@ def _print_version(value: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
+@app.callback(invoke_without_command=True)
 def _options(
+    context: typer.Context,
     version: Annotated[
         bool,
         typer.Option(
@@ -40,9 +45,23 @@ def _options(
         ),
     ] = False,
 ) -> None:
-    pass
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+        raise typer.Exit(UsageError.exit_code)
 
 
 def main() -> None:
-    """Run the command line."""
-    app()
+    """Run the command line; a wrong option is told like every other error."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        exit_code = app(prog_name="kvarn", standalone_mode=False)
+    except typer.TyperException as error:
+        context = getattr(error, "ctx", None)
+        command = context.command_path if context else "kvarn"
+        exit_code = UsageError.exit_code
+        Console(as_json="--json" in sys.argv, quiet=False).error(
+            error.format_message(), f"see {command} --help", exit_code
+        )
+    sys.exit(exit_code)

@@ -5,6 +5,8 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import TracebackType
+from typing import Self
 
 import typer
 from rich.console import Console as RichConsole
@@ -14,11 +16,14 @@ from rich.table import Table
 from kvarn_cli.errors import KvarnError
 from kvarn_cli.progress import Report
 
+INTERRUPTED = 130
+
 _PIPE_COLUMNS = 100
+_CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
 class Console:
-    """What a command prints with.
+    """What a command prints with; as a context manager, what turns errors into exit codes.
 
     Args:
         as_json: print one JSON document on stdout and nothing else there.
@@ -28,20 +33,43 @@ class Console:
     def __init__(self, *, as_json: bool, quiet: bool) -> None:
         self.as_json = as_json
         self.quiet = quiet
-        self._out = RichConsole(
-            highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else _PIPE_COLUMNS
-        )
-        self._err = RichConsole(highlight=False, soft_wrap=True, stderr=True)
+        self._out = _rich(stderr=False, width=None if sys.stdout.isatty() else _PIPE_COLUMNS)
+        self._err = _rich(stderr=True)
+        if quiet or not sys.stderr.isatty():
+            os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Tell errors; those raised on purpose end the command, others keep their traceback."""
+        if isinstance(error, KvarnError):
+            self.error(str(error), error.hint, error.exit_code, error.details)
+            raise typer.Exit(error.exit_code) from None
+        if isinstance(error, KeyboardInterrupt):
+            self.error("interrupted", "", INTERRUPTED)
+            raise typer.Exit(INTERRUPTED) from None
+        if isinstance(error, Exception) and not isinstance(error, typer.Exit | BrokenPipeError):
+            self.error(
+                f"unexpected {kind.__name__ if kind else ''}: {error}",
+                "please report this, with the lines that follow",
+                KvarnError.exit_code,
+            )
 
     def document(self, data: Mapping[str, object]) -> None:
         """Print the JSON document, when one was asked for."""
         if self.as_json:
-            sys.stdout.write(json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+            sys.stdout.write(json.dumps(data, indent=2, allow_nan=False) + "\n")
 
     def result(self, text: str = "", *, end: str = "\n") -> None:
         """Print a line of the result."""
         if not self.as_json:
-            self._out.print(text, markup=False, end=end)
+            self._out.print(_plain(text), end=end)
 
     def table(
         self, columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = ""
@@ -61,47 +89,58 @@ class Console:
     def note(self, text: str) -> None:
         """Say something that is no data."""
         if not self.quiet:
-            self._err.print(text, markup=False)
+            self._err.print(_plain(text))
 
-    def error(self, error: KvarnError) -> None:
-        """Say what went wrong and what would work."""
+    def error(
+        self, message: str, hint: str, exit_code: int, details: Mapping[str, object] | None = None
+    ) -> None:
+        """Say what went wrong and what would work, in words or as the JSON document too."""
         self._err.print("error:", style="bold red", end=" ")
-        self._err.print(str(error), markup=False)
-        if error.hint:
-            self._err.print(f"hint: {error.hint}", markup=False)
+        self._err.print(_plain(message))
+        if hint:
+            self._err.print(_plain(f"hint: {hint}"))
+        error: dict[str, object] = {"message": message, "hint": hint, "exit_code": exit_code}
+        self.document({"error": error | dict(details or {})})
 
     @contextmanager
     def progress(self) -> Iterator[Report]:
-        """A bar per stage on a terminal, a line per stage elsewhere."""
+        """A bar per stage on a terminal, a line per stage elsewhere.
+
+        The bars start with the first stage: what comes before it, such as a download, may have
+        bars of its own.
+        """
         stages: dict[str, TaskID] = {}
         live = self._err.is_terminal and not self._err.is_dumb_terminal and not self.quiet
         columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=self._err, disable=not live) as bars:
+        bars = Progress(*columns, console=self._err, disable=not live)
 
-            def report(stage: str, done: int, total: int) -> None:
-                if stage not in stages:
-                    stages[stage] = bars.add_task(stage, total=total)
-                    if not live:
-                        self.note(f"{stage} ...")
-                bars.update(stages[stage], completed=done, total=total)
+        def report(stage: str, done: int, total: int) -> None:
+            if stage not in stages:
+                bars.start()
+                stages[stage] = bars.add_task(stage, total=total)
+                if not live:
+                    self.note(f"{stage} ...")
+            bars.update(stages[stage], completed=done, total=total)
 
+        try:
             yield report
+        finally:
+            bars.stop()
 
 
-@contextmanager
-def console_session(*, as_json: bool, quiet: bool) -> Iterator[Console]:
-    """Run a command's body: its errors become messages and exit codes."""
-    if quiet or not sys.stderr.isatty():
-        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    console = Console(as_json=as_json, quiet=quiet)
-    try:
-        yield console
-    except KvarnError as error:
-        console.error(error)
-        console.document(
-            {
-                "error": {"message": str(error), "hint": error.hint, "exit_code": error.exit_code}
-                | error.details
-            }
-        )
-        raise typer.Exit(error.exit_code) from None
+def _rich(*, stderr: bool, width: int | None = None) -> RichConsole:
+    """A console that prints text as it is, and without any style under NO_COLOR."""
+    return RichConsole(
+        stderr=stderr,
+        width=width,
+        color_system=None if os.environ.get("NO_COLOR") else "auto",
+        markup=False,
+        emoji=False,
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _plain(text: str) -> str:
+    """Text without the control characters that a file name or a model may bring along."""
+    return text.translate(_CONTROLS)

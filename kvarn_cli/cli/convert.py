@@ -1,5 +1,6 @@
 """`kvarn convert`."""
 
+import shlex
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -7,14 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvarn_cli.cli import options
-from kvarn_cli.cli.console import Console, console_session
+from kvarn_cli.cli.console import Console
 from kvarn_cli.errors import UsageError
 from kvarn_cli.settings import DEFAULT_PRESET, KVarNSettings
 
 if TYPE_CHECKING:
     from kvarn_cli.conversion.plan import ConversionPlan
     from kvarn_cli.conversion.run import Conversion
-    from kvarn_cli.metadata import Calibration, KVarNConfig
+    from kvarn_cli.metadata import Calibration, ProofRecord, Thresholds
 
 
 class RotationPlace(StrEnum):
@@ -28,19 +29,22 @@ def convert(
     model: options.Model,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="Folder to write.", show_default=False),
+        typer.Option("--output", "-o", metavar="DIR", help="Folder to write.", show_default=False),
     ] = None,
     preset: Annotated[
-        str, typer.Option(help="Cache settings: k{2,4}v{2,4}_g{32,64,128,256}.")
+        str, typer.Option(metavar="NAME", help="Cache settings: k{2,4}v{2,4}_g{32,64,128,256}.")
     ] = DEFAULT_PRESET,
     iterations: Annotated[
-        int, typer.Option(min=0, help="Passes of the variance normalization.")
+        int, typer.Option(metavar="N", help="Passes of the variance normalization.")
     ] = KVarNSettings.iterations,
     rotation: Annotated[
         RotationPlace,
         typer.Option(help="fused: V's rotation goes into W_V and W_O; online: no weight changes."),
     ] = RotationPlace.fused,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop.")] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Check all that can be checked, print the plan and stop."),
+    ] = False,
     no_validate: Annotated[
         bool, typer.Option("--no-validate", help="Leave the calibration run out.")
     ] = False,
@@ -50,13 +54,13 @@ def convert(
     sequence_length: options.SequenceLength = 1024,
     seed: options.Seed = 0,
     max_kl: Annotated[
-        float, typer.Option(min=0, help="Most mean KL divergence to the original, nats.")
+        float, typer.Option(metavar="X", help="Most mean KL divergence to the original, nats.")
     ] = 0.05,
     min_top1: Annotated[
-        float, typer.Option(min=0, max=1, help="Least share of unchanged first choices.")
+        float, typer.Option(metavar="X", help="Least share of unchanged first choices, 0 to 1.")
     ] = 0.9,
     max_loss_increase: Annotated[
-        float, typer.Option(min=0, help="Most increase of the next-token loss, nats.")
+        float, typer.Option(metavar="X", help="Most increase of the next-token loss, nats.")
     ] = 0.05,
     force: Annotated[
         bool, typer.Option("--force", help="Write although a threshold is missed; recorded.")
@@ -73,34 +77,24 @@ def convert(
     as_json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Convert a checkpoint for the KVarN cache, with its settings proven on it."""
-    with console_session(as_json=as_json, quiet=quiet) as console:
+    """Convert a checkpoint for the KVarN cache.
+
+    Nothing is written before the fusion is proven and the result validated against the original.
+    """
+    with Console(as_json=as_json, quiet=quiet) as console:
         settings = KVarNSettings.from_name(preset).with_(iterations=iterations)
+        thresholds = _thresholds(
+            max_kl=max_kl, min_top1=min_top1, max_loss_increase=max_loss_increase
+        )
         if output is None and not dry_run:
             raise UsageError(
                 "no folder to write", hint="pass --output DIR, or --dry-run to see the plan"
             )
-
-        from kvarn_cli.conversion.plan import plan_conversion
-
         console.note(f"Reading {model}")
-        plan = plan_conversion(
-            model,
-            settings=settings,
-            rotation=rotation.value,
-            revision=revision,
-            token=token,
-            cache_dir=cache_dir,
-            trust_remote_code=trust_remote_code,
-        )
-        if dry_run or output is None:
-            _show_plan(console, plan)
-            console.document(plan.summary())
-            return
 
-        from kvarn_cli.conversion.run import Validation, run_conversion
+        from kvarn_cli.conversion.plan import Validation, plan_conversion
+        from kvarn_cli.conversion.run import run_conversion
         from kvarn_cli.evaluation.calibration import CalibrationText
-        from kvarn_cli.metadata import Thresholds
         from kvarn_cli.model.loading import parse_device, parse_dtype
 
         validation = None
@@ -108,19 +102,29 @@ def convert(
             torch_device = parse_device(device)
             validation = Validation(
                 CalibrationText(dataset, dataset_field, num_samples, sequence_length, seed),
-                Thresholds(max_kl=max_kl, min_top1=min_top1, max_loss_increase=max_loss_increase),
+                thresholds,
                 torch_device,
                 parse_dtype(dtype, torch_device),
             )
+        plan = plan_conversion(
+            model,
+            settings=settings,
+            rotation=rotation.value,
+            output=output,
+            overwrite=overwrite,
+            validation=validation,
+            revision=revision,
+            token=token,
+            cache_dir=cache_dir,
+            trust_remote_code=trust_remote_code,
+            note=console.note,
+        )
+        if dry_run:
+            _show_plan(console, plan)
+            console.document(plan.summary())
+            return
         with console.progress() as report:
-            conversion = run_conversion(
-                plan,
-                output,
-                validation=validation,
-                overwrite=overwrite,
-                force=force,
-                report=report,
-            )
+            conversion = run_conversion(plan, force=force, report=report)
         _show_conversion(console, conversion)
         console.document(
             {
@@ -129,6 +133,19 @@ def convert(
                 "kvarn_config": conversion.metadata.model_dump(mode="json"),
             }
         )
+
+
+def _thresholds(**limits: float) -> "Thresholds":
+    from pydantic import ValidationError
+
+    from kvarn_cli.metadata import Thresholds
+
+    try:
+        return Thresholds(**limits)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        option = f"--{first['loc'][0]}".replace("_", "-")
+        raise UsageError(f"{option} is {first['input']}: {first['msg']}") from error
 
 
 def _show_plan(console: Console, plan: "ConversionPlan") -> None:
@@ -145,6 +162,11 @@ def _show_plan(console: Console, plan: "ConversionPlan") -> None:
         "weights": f"{len(plan.checkpoint.shards)} files, {plan.checkpoint.shard_bytes:,} bytes; "
         f"{summary['bytes_rotated']:,} of them change",
     }
+    if plan.proof is not None:
+        lines["proof"] = (
+            f"fusion moves a small instance's logits by {plan.proof.largest_difference:.1e} of the "
+            f"largest (allowed {plan.proof.tolerance:.0e})"
+        )
     for length in (32_768, 131_072):
         packed, full = plan.cache_bytes(length), plan.sixteen_bit_cache_bytes(length)
         lines[f"cache at {length // 1024}k"] = (
@@ -161,18 +183,17 @@ def _show_plan(console: Console, plan: "ConversionPlan") -> None:
 def _show_conversion(console: Console, conversion: "Conversion") -> None:
     metadata = conversion.metadata
     for warning in conversion.warnings:
-        console.note(f"warning: {warning}")
+        console.result(f"warning: {warning}")
     if metadata.proof is not None:
-        console.result(_proof_line(metadata))
+        console.result(_proof_line(metadata.proof))
     if metadata.calibration is not None:
         _show_calibration(console, metadata.calibration)
     console.result(f"Wrote {conversion.output} ({metadata.cache.dtype})")
-    console.note(f'Try it: kvarn generate {conversion.output} "Why is the sky blue?"')
+    folder = shlex.quote(str(conversion.output))
+    console.note(f'Try it: kvarn generate {folder} "Why is the sky blue?"')
 
 
-def _proof_line(metadata: "KVarNConfig") -> str:
-    proof = metadata.proof
-    assert proof is not None
+def _proof_line(proof: "ProofRecord") -> str:
     return (
         f"Proof: fusion moves the logits of a random float64 instance by "
         f"{proof.instance_difference:.1e} of the largest (allowed {proof.instance_tolerance:.0e}); "
@@ -199,4 +220,4 @@ def _show_calibration(console: Console, calibration: "Calibration") -> None:
         f"{calibration.sequence_length} tokens, {calibration.dataset}",
     )
     for miss in calibration.misses:
-        console.note(f"missed: {miss}")
+        console.result(f"missed: {miss}")

@@ -6,35 +6,52 @@ from typing import Annotated
 import typer
 
 from kvarn_cli.cli import options
-from kvarn_cli.cli.console import console_session
+from kvarn_cli.cli.console import Console
+
+_LARGEST_SEED = 2**32 - 1
 
 
 def generate(
     model: Annotated[
-        str, typer.Argument(help="Converted folder; with --preset, any supported model.")
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="Local folder or Hub id, converted; with --preset, any supported model.",
+        ),
     ],
-    prompt: Annotated[str, typer.Argument(help="What to say to the model.")],
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="What to say to the model.")],
     preset: Annotated[
         str | None,
-        typer.Option(help="Cache settings, e.g. k2v2_g128; else those of the conversion."),
+        typer.Option(
+            metavar="NAME", help="Cache settings, e.g. k2v2_g128; else those of the conversion."
+        ),
     ] = None,
     max_new_tokens: Annotated[
-        int, typer.Option("--max-new-tokens", "-n", min=1, help="Stop here at the latest.")
+        int,
+        typer.Option("--max-new-tokens", "-n", metavar="N", min=1, help="Stop here at the latest."),
     ] = 256,
     seed: Annotated[
-        int | None, typer.Option(help="Sample, with this seed; else greedy.", show_default=False)
+        int | None,
+        typer.Option(
+            metavar="N", min=0, max=_LARGEST_SEED, help="Sample, with this seed; else greedy."
+        ),
     ] = None,
     ignore_chat_template: Annotated[
         bool, typer.Option("--ignore-chat-template", help="Continue the prompt as plain text.")
     ] = False,
     device: options.Device = "auto",
     dtype: options.ComputeDtype = "auto",
+    revision: options.Revision = None,
+    token: options.Token = None,
+    cache_dir: options.CacheDir = None,
     trust_remote_code: options.TrustRemoteCode = False,
     as_json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
     """Generate text with the KV cache packed."""
-    with console_session(as_json=as_json, quiet=quiet) as console:
+    with Console(as_json=as_json, quiet=quiet) as console:
+        console.note(f"Loading {model}")
+
         from kvarn_cli.generation import generate_text
 
         generation = generate_text(
@@ -46,15 +63,18 @@ def generate(
             seed=seed,
             device=device,
             dtype=dtype,
+            revision=revision,
+            token=token,
+            cache_dir=cache_dir,
             trust_remote_code=trust_remote_code,
             on_text=lambda text: console.result(text, end=""),
         )
         console.result()
-        saved = generation.sixteen_bit_cache_bytes / max(generation.cache_bytes, 1)
+        share = generation.cache_bytes / generation.sixteen_bit_cache_bytes
         console.note(
             f"{generation.new_tokens} tokens after {generation.prompt_tokens} of prompt, "
             f"{generation.tokens_per_second:.1f} tokens/s; cache {generation.cache_dtype}: "
-            f"{generation.cache_bytes:,} bytes, {saved:.2f} times smaller than 16-bit "
+            f"{generation.cache_bytes:,} bytes, {share:.0%} of a 16-bit cache "
             f"({generation.sixteen_bit_cache_bytes:,})"
         )
         console.document(asdict(generation) | {"tokens_per_second": generation.tokens_per_second})

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvarn_cli.cli import options
-from kvarn_cli.cli.console import Console, console_session
+from kvarn_cli.cli.console import Console
 
 if TYPE_CHECKING:
     from kvarn_cli.evaluation.metrics import MethodErrors
@@ -20,6 +20,7 @@ def inspect_errors(
         typer.Option(
             "--method",
             "-m",
+            metavar="METHOD",
             help="NAME[:PRESET][,key=value...] with NAME exact, kvarn, quarot or kivi; repeatable. "
             "E.g. kvarn:k2v2_g128,iterations=16. Default: kvarn, quarot and kivi at the model's "
             "own preset.",
@@ -28,7 +29,11 @@ def inspect_errors(
     ] = None,
     figure: Annotated[
         Path | None,
-        typer.Option(help="Draw the errors into this file (.png, .svg, .pdf).", show_default=False),
+        typer.Option(
+            metavar="FILE",
+            help="Draw the errors into this file (.png, .svg, .pdf).",
+            show_default=False,
+        ),
     ] = None,
     dataset: options.Dataset = None,
     dataset_field: options.DatasetField = "text",
@@ -44,8 +49,10 @@ def inspect_errors(
     as_json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Measure how cache errors accumulate on a model, against other methods."""
-    with console_session(as_json=as_json, quiet=quiet) as console:
+    """Measure how cache errors accumulate."""
+    with Console(as_json=as_json, quiet=quiet) as console:
+        console.note(f"Reading {model}")
+
         from kvarn_cli.evaluation.calibration import CalibrationText
         from kvarn_cli.evaluation.figures import check_figure_path, draw_errors
         from kvarn_cli.inspection import inspect_model

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvarn_cli.cli import options
-from kvarn_cli.cli.console import Console, console_session
+from kvarn_cli.cli.console import Console
 
 if TYPE_CHECKING:
     from kvarn_cli.hub import PushPlan, PushResult
@@ -14,15 +14,17 @@ if TYPE_CHECKING:
 
 def push_to_hub(
     folder: options.ConvertedFolder,
-    repo_id: Annotated[str, typer.Argument(help="Repository to create or update: OWNER/NAME.")],
+    repo_id: Annotated[
+        str, typer.Argument(metavar="OWNER/NAME", help="Repository to create or update.")
+    ],
     private: Annotated[
         bool, typer.Option("--private", help="Only you and your organisation can see it.")
     ] = False,
     revision: Annotated[
-        str | None, typer.Option(help="Branch to commit to; else main.", show_default=False)
+        str | None, typer.Option(metavar="BRANCH", help="Branch to commit to; else main.")
     ] = None,
     commit_message: Annotated[
-        str | None, typer.Option(help="First line of the commit.", show_default=False)
+        str | None, typer.Option(metavar="TEXT", help="First line of the commit.")
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check the folder, print plan and card, and stop.")
@@ -31,8 +33,11 @@ def push_to_hub(
     as_json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Publish a converted folder on the Hub with an honest model card."""
-    with console_session(as_json=as_json, quiet=quiet) as console:
+    """Publish a converted folder on the Hub.
+
+    Its files are checked against its manifest first, and it gets an honest model card.
+    """
+    with Console(as_json=as_json, quiet=quiet) as console:
         from kvarn_cli.hub import plan_push, push
 
         with console.progress() as report:

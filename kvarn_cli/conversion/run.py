@@ -1,21 +1,18 @@
-"""Carry a plan out: prove, validate, write."""
+"""Carry a plan out: check the weights, validate, write."""
 
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from kvarn_cli import __version__
-from kvarn_cli.checkpoint.output_folder import check_output
+from kvarn_cli.checkpoint.checkpoint import CONFIG_NAME
 from kvarn_cli.checkpoint.safetensors_header import TensorInfo
 from kvarn_cli.checkpoint.writer import CheckpointWriter, Patch
 from kvarn_cli.conversion.description import describe
 from kvarn_cli.conversion.plan import ConversionPlan
 from kvarn_cli.conversion.tensor_bytes import to_bytes, to_tensor
 from kvarn_cli.errors import ThresholdError
-from kvarn_cli.evaluation.calibration import CalibrationText
 from kvarn_cli.evaluation.validation import validate
 from kvarn_cli.metadata import (
     CONFIG_KEY,
@@ -25,32 +22,11 @@ from kvarn_cli.metadata import (
     KVarNConfig,
     Manifest,
     ProofRecord,
-    Thresholds,
 )
 from kvarn_cli.model.fusion import TensorRotation, tensor_rotations
-from kvarn_cli.model.loading import load_model, load_tokenizer
-from kvarn_cli.model.proof import prove_fusion
+from kvarn_cli.model.loading import load_model
 from kvarn_cli.model.weight_check import check_weights
 from kvarn_cli.progress import Report, silent
-
-_CONFIG_NAME = "config.json"
-
-
-@dataclass(frozen=True)
-class Validation:
-    """How a conversion is validated.
-
-    Attributes:
-        text: calibration text and the windows to take from it.
-        thresholds: what is allowed.
-        device: where the model runs.
-        dtype: of the model's arithmetic; None is the stored one.
-    """
-
-    text: CalibrationText
-    thresholds: Thresholds
-    device: torch.device
-    dtype: torch.dtype | None
 
 
 @dataclass(frozen=True)
@@ -69,79 +45,70 @@ class Conversion:
 
 
 def run_conversion(
-    plan: ConversionPlan,
-    output: Path,
-    *,
-    validation: Validation | None,
-    overwrite: bool = False,
-    force: bool = False,
-    report: Report = silent,
+    plan: ConversionPlan, *, force: bool = False, report: Report = silent
 ) -> Conversion:
-    """Prove the plan, validate it, and write the converted checkpoint.
+    """Check the plan on the real weights, validate it, and write the converted checkpoint.
 
     Args:
-        plan: what to convert, and how.
-        output: the folder to write; nothing stands there before everything has passed.
-        validation: None leaves the validation out.
-        overwrite: replace an earlier checkpoint at `output`.
+        plan: what to convert, and how; with an output.
         force: write although a threshold was missed, and record that.
         report: told about progress.
 
     Raises:
-        UsageError: the output cannot be used.
-        UnsupportedModelError: the fusion is not proven.
+        UnsupportedModelError: the fusion changes more than rounding explains.
         ThresholdError: validation missed a threshold, and `force` is not set.
         CheckpointError: a tensor is broken.
+        UsageError: the output can no longer be used.
     """
-    check_output(plan.checkpoint.folder, output, overwrite=overwrite)
+    if plan.output is None:
+        raise ValueError("the plan names no output")
     rotations = tensor_rotations(plan.layout) if plan.layout else {}
-    proof, warnings = _prove(plan, report)
-    calibration = None
-    if validation is not None:
-        calibration = _validate(plan, validation, rotations, report)
-        if calibration.misses and not force:
-            raise ThresholdError(
-                f"{plan.settings.name} misses a threshold on {plan.source.name}: "
-                + "; ".join(calibration.misses),
-                hint="choose a preset with more bits, allow more (--max-kl, --min-top1, "
-                "--max-loss-increase), or pass --force to write it and record the miss",
-                details={"calibration": calibration.model_dump(mode="json")},
-            )
+    proof, warnings = _check_fusion(plan, report)
+    calibration = _validate(plan, rotations, report)
+    if calibration is not None and calibration.misses and not force:
+        raise ThresholdError(
+            f"{plan.settings.name} misses a threshold on {plan.source.name}: "
+            + "; ".join(calibration.misses),
+            hint="choose a preset with more bits, allow more (--max-kl, --min-top1, "
+            "--max-loss-increase), or pass --force to write it and record the miss",
+            details={"calibration": calibration.model_dump(mode="json")},
+        )
     metadata = describe(plan, proof, calibration)
-    _write(plan, output, metadata, rotations, overwrite, report)
-    return Conversion(output, metadata, warnings)
+    _write(plan, plan.output, metadata, rotations, report)
+    return Conversion(plan.output, metadata, warnings)
 
 
-def _prove(plan: ConversionPlan, report: Report) -> tuple[ProofRecord | None, tuple[str, ...]]:
-    if plan.layout is None:
+def _check_fusion(
+    plan: ConversionPlan, report: Report
+) -> tuple[ProofRecord | None, tuple[str, ...]]:
+    if plan.layout is None or plan.proof is None:
         return None, ()
-    report("proving the fusion", 0, 2)
-    proof = prove_fusion(plan.config, trust_remote_code=plan.trust_remote_code)
-    report("proving the fusion", 1, 2)
+    report("checking the weights", 0, 1)
     check = check_weights(plan.layout, plan.read)
-    report("proving the fusion", 2, 2)
+    report("checking the weights", 1, 1)
     record = ProofRecord(
-        instance_difference=proof.largest_difference,
-        instance_tolerance=proof.tolerance,
-        smallest_control=proof.smallest_control,
+        instance_difference=plan.proof.largest_difference,
+        instance_tolerance=plan.proof.tolerance,
+        smallest_control=plan.proof.smallest_control,
         weight_change=check.largest_change,
     )
     return record, check.warnings
 
 
 def _validate(
-    plan: ConversionPlan,
-    validation: Validation,
-    rotations: Mapping[str, TensorRotation],
-    report: Report,
-) -> Calibration:
-    folder, trust = plan.source.folder, plan.trust_remote_code
-    windows = validation.text.windows(load_tokenizer(folder, trust_remote_code=trust))
+    plan: ConversionPlan, rotations: Mapping[str, TensorRotation], report: Report
+) -> Calibration | None:
+    validation = plan.validation
+    if validation is None or plan.windows is None:
+        return None
     model = load_model(
-        folder, dtype=validation.dtype, device=validation.device, trust_remote_code=trust
+        plan.source.folder,
+        dtype=validation.dtype,
+        device=validation.device,
+        trust_remote_code=plan.trust_remote_code,
     )
     fused_weights = {name: rotate(plan.read(name)) for name, rotate in rotations.items()}
-    engines = validate(model, windows, plan.settings, fused_weights, report)
+    engines = validate(model, plan.windows, plan.settings, fused_weights, report)
     return Calibration(
         dataset=validation.text.name,
         num_samples=validation.text.num_samples,
@@ -159,19 +126,19 @@ def _write(
     output: Path,
     metadata: KVarNConfig,
     rotations: Mapping[str, TensorRotation],
-    overwrite: bool,
     report: Report,
 ) -> None:
     checkpoint = plan.checkpoint
     config = checkpoint.config | {CONFIG_KEY: metadata.model_dump(mode="json")}
+    report("writing", 0, checkpoint.shard_bytes)
     with CheckpointWriter(
         checkpoint,
         output,
-        overwrite=overwrite,
+        overwrite=plan.overwrite,
         progress=lambda done: report("writing", done, checkpoint.shard_bytes),
     ) as writer:
         writer.copy({name: _patch(rotate) for name, rotate in rotations.items()})
-        writer.add_file(_CONFIG_NAME, _json_bytes(config))
+        writer.add_file(CONFIG_NAME, _json_bytes(config))
         files = {n: record for n, record in writer.files.items() if n != MODEL_CARD_NAME}
         manifest = Manifest(kvarn_version=__version__, files=dict(sorted(files.items())))
         writer.add_file(MANIFEST_NAME, _json_bytes(manifest.model_dump(mode="json")))

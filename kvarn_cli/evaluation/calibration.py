@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from kvarn_cli.errors import UsageError
 from kvarn_cli.evaluation.worked_problems import worked_problems
+from kvarn_cli.settings import KVarNSettings
 
 TEXT_SUFFIXES = (".txt", ".md", ".rst")
 DEFAULT_NAME = "Python's language reference (pydoc_data.topics) and worked problems"
@@ -44,6 +45,21 @@ class CalibrationText:
     def name(self) -> str:
         """What reports call the text: the file's or folder's own name."""
         return DEFAULT_NAME if self.dataset is None else self.dataset.resolve().name
+
+    def check_length(self, settings: KVarNSettings) -> None:
+        """Refuse windows in which no prediction sees a packed tile: nothing would be measured.
+
+        Raises:
+            UsageError: naming the shortest length that measures something.
+        """
+        shortest = settings.sink_tokens + settings.group_size + 2
+        if self.sequence_length < shortest:
+            raise UsageError(
+                f"windows of {self.sequence_length} tokens measure nothing: the first "
+                f"{settings.sink_tokens} stay exact, and a tile of {settings.group_size} is only "
+                "packed once it is full",
+                hint=f"use --sequence-length {shortest} or more",
+            )
 
     def windows(self, tokenizer: PreTrainedTokenizerBase) -> Tensor:
         """Read the text and cut it: int64 [num_samples, sequence_length].

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvarn_cli.errors import CheckpointError
 from kvarn_cli.evaluation.logit_errors import LogitErrors
 from kvarn_cli.evaluation.pseudo_decode import WindowErrors
 from kvarn_cli.evaluation.vector_errors import VectorErrors
@@ -100,9 +101,17 @@ def summarize(windows: Sequence[WindowErrors]) -> MethodErrors:
 
     Args:
         windows: at least one.
+
+    Raises:
+        CheckpointError: logits were NaN.
     """
     first = windows[0]
     kl = _joined(windows, lambda logits: logits.kl)
+    if kl.isnan().any():
+        raise CheckpointError(
+            f"the model's logits are no numbers at {int(kl.isnan().sum())} of {len(kl)} tokens",
+            hint="a weight holds NaN or infinity, or its arithmetic overflows: try --dtype float32",
+        )
     attention = torch.stack([torch.stack(list(window.attention.values())) for window in windows])
     by_token = attention.double().mean(dim=0)
     by_layer = _mean(by_token[:, first.first_affected :], dim=1)

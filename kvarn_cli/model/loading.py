@@ -18,6 +18,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from kvarn_cli.errors import CheckpointError, UnsupportedModelError, UsageError
+from kvarn_cli.model.shrunken import MODEL_CODE_ERRORS
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -68,7 +69,7 @@ def load_config(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedC
             config: PreTrainedConfig = AutoConfig.from_pretrained(
                 folder, trust_remote_code=trust_remote_code, local_files_only=True
             )
-        except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+        except MODEL_CODE_ERRORS as error:
             raise _loading_error(error, "config.json", trust_remote_code) from error
     return config
 
@@ -84,7 +85,7 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> PreTrain
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
                 folder, trust_remote_code=trust_remote_code, local_files_only=True
             )
-        except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+        except MODEL_CODE_ERRORS as error:
             raise _loading_error(error, "the tokenizer", trust_remote_code) from error
     return tokenizer
 
@@ -119,7 +120,7 @@ def load_model(
                 use_safetensors=True,
                 output_loading_info=True,
             )
-        except (ValueError, KeyError, TypeError, AttributeError, OSError, RuntimeError) as error:
+        except MODEL_CODE_ERRORS as error:
             raise _loading_error(error, "the model", trust_remote_code) from error
     model: PreTrainedModel = loaded[0]
     if missing := loaded[1]["missing_keys"]:

@@ -14,9 +14,9 @@ pytestmark = pytest.mark.real_model
 
 @pytest.fixture(scope="module")
 def converted(smollm2, tmp_path_factory):
-    plan = plan_conversion(str(smollm2), settings=KVarNSettings(), rotation="fused")
     output = tmp_path_factory.mktemp("converted") / "smollm2"
-    return run_conversion(plan, output, validation=None)
+    plan = plan_conversion(str(smollm2), settings=KVarNSettings(), rotation="fused", output=output)
+    return run_conversion(plan)
 
 
 def test_the_proof_holds_on_the_real_weights(converted):
