@@ -62,15 +62,19 @@ def load_config(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedC
 
     Raises:
         UnsupportedModelError: transformers does not know the model type.
-        CheckpointError: the configuration's values do not fit together.
+        CheckpointError: there is none, or its values do not fit together.
     """
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(
+            f"{folder} holds no config.json", hint="name a folder that transformers can load"
+        )
     with quiet_transformers():
         try:
             config: PreTrainedConfig = AutoConfig.from_pretrained(
                 folder, trust_remote_code=trust_remote_code, local_files_only=True
             )
         except MODEL_CODE_ERRORS as error:
-            raise _loading_error(error, "config.json", trust_remote_code) from error
+            raise _loading_error(error, "config.json") from error
     return config
 
 
@@ -86,7 +90,12 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> PreTrain
                 folder, trust_remote_code=trust_remote_code, local_files_only=True
             )
         except MODEL_CODE_ERRORS as error:
-            raise _loading_error(error, "the tokenizer", trust_remote_code) from error
+            raise _loading_error(
+                error,
+                "the tokenizer",
+                hint="its files, such as tokenizer.json, belong beside config.json; "
+                "kvarn convert needs none with --no-validate",
+            ) from error
     return tokenizer
 
 
@@ -121,7 +130,7 @@ def load_model(
                 output_loading_info=True,
             )
         except MODEL_CODE_ERRORS as error:
-            raise _loading_error(error, "the model", trust_remote_code) from error
+            raise _loading_error(error, "the model") from error
     model: PreTrainedModel = loaded[0]
     if missing := loaded[1]["missing_keys"]:
         raise CheckpointError(
@@ -149,7 +158,7 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def _loading_error(
-    error: Exception, what: str, trust_remote_code: bool
+    error: Exception, what: str, hint: str = ""
 ) -> CheckpointError | UnsupportedModelError:
     message = " ".join(str(error).split())
     if "trust_remote_code" in message or "custom code" in message:
@@ -157,9 +166,14 @@ def _loading_error(
             f"{what} needs code that the checkpoint brings along",
             hint="read that code, then pass --trust-remote-code to run it",
         )
-    if "does not recognize this architecture" in message or "Unrecognized model" in message:
+    if "does not recognize this architecture" in message:
         return UnsupportedModelError(
-            f"transformers does not know this architecture: {message[:200]}",
+            f"{what} cannot be loaded: {message.partition('. ')[0]}",
             hint="a newer transformers may: pip install --upgrade transformers",
         )
-    return CheckpointError(f"{what} cannot be loaded: {message[:300]}")
+    if isinstance(error, ImportError):
+        return UnsupportedModelError(
+            f"{what} cannot be loaded: {message[:300]}",
+            hint="install what it asks for; kvarn convert does without it with --no-validate",
+        )
+    return CheckpointError(f"{what} cannot be loaded: {message[:300]}", hint=hint)
