@@ -13,13 +13,13 @@ run() {
 }
 
 run kvarn convert "$model" --output "$out/SmolLM2-135M-Instruct-kvarn" --overwrite
-run kvarn inspect-errors "$out/SmolLM2-135M-Instruct-kvarn" \
-  --num-samples 2 --figure "$out/errors.png"
+run kvarn inspect-errors "$out/SmolLM2-135M-Instruct-kvarn" --num-samples 2 \
+  --method kvarn:k4v2_g128 --method kvarn:k2v2_g128 --method quarot:k2v2_g128 \
+  --method kivi:k2v2_g128 --figure "$out/errors.png"
 
-question="Summarize this licence in one sentence: $(head -c 2600 LICENSE)"
-printf '\n$ kvarn generate %s "Summarize this licence in one sentence: …"\n' \
-  "$out/SmolLM2-135M-Instruct-kvarn"
-kvarn generate "$out/SmolLM2-135M-Instruct-kvarn" "$question" --max-new-tokens 60
+printf '\n$ kvarn generate %s "$(cat scripts/demo_prompt.txt)"\n' "$out/SmolLM2-135M-Instruct-kvarn"
+kvarn generate "$out/SmolLM2-135M-Instruct-kvarn" "$(cat scripts/demo_prompt.txt)" \
+  --max-new-tokens 60
 
 cat <<TEXT
 
