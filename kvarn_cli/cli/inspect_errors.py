@@ -51,15 +51,16 @@ def inspect_errors(
 ) -> None:
     """Measure how cache errors accumulate."""
     with Console(as_json=as_json, quiet=quiet) as console:
-        console.note(f"Reading {model}")
-
-        from kvarn_cli.evaluation.calibration import CalibrationText
         from kvarn_cli.evaluation.figures import check_figure_path, draw_errors
-        from kvarn_cli.inspection import inspect_model
-        from kvarn_cli.model.loading import parse_device, parse_dtype
 
         if figure is not None:
             check_figure_path(figure)
+        console.note(f"Reading {model}")
+
+        from kvarn_cli.evaluation.calibration import CalibrationText
+        from kvarn_cli.inspection import inspect_model
+        from kvarn_cli.model.loading import parse_device, parse_dtype
+
         torch_device = parse_device(device)
         with console.progress() as report:
             errors = inspect_model(

@@ -2,12 +2,15 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from kvarn_cli.errors import UsageError
-from kvarn_cli.evaluation.metrics import MethodErrors
+
+if TYPE_CHECKING:
+    from kvarn_cli.evaluation.metrics import MethodErrors
 
 FIGURE_SUFFIXES = (".png", ".svg", ".pdf")
 
@@ -30,7 +33,7 @@ def check_figure_path(path: Path) -> None:
         raise UsageError(f"the folder {path.parent} for the figure does not exist")
 
 
-def draw_errors(results: Sequence[MethodErrors], path: Path) -> None:
+def draw_errors(results: "Sequence[MethodErrors]", path: Path) -> None:
     """Draw attention error over context length and over layers, and magnitude and direction.
 
     Args:
@@ -68,7 +71,7 @@ def draw_errors(results: Sequence[MethodErrors], path: Path) -> None:
         raise UsageError(f"cannot write {path}: {error.strerror}") from error
 
 
-def _draw_parts(axes: Axes, results: Sequence[MethodErrors]) -> None:
+def _draw_parts(axes: Axes, results: "Sequence[MethodErrors]") -> None:
     """Bars of K's and V's squared error, magnitude at the bottom and direction on top."""
     bars = [
         (f"{result.method}\n{name}", errors)
