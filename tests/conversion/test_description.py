@@ -1,0 +1,108 @@
+"""A reader rebuilds everything from the converted config.json, with nothing of ours."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+
+def matrix_of(rotation):
+    """R = H · diag(signs) as its description says, float64."""
+    assert rotation["type"] == "hadamard"
+    assert rotation["order"] == "sylvester"
+    assert rotation["normalized"] is True
+    width = rotation["head_dim"]
+    bits = np.bitwise_count(np.arange(width)[:, None] & np.arange(width))
+    signs = np.array([{"+": 1, "-": -1}[sign] for sign in rotation["signs"]])
+    return (-1.0) ** bits * signs / np.sqrt(width)
+
+
+def tensors_of(folder):
+    return {
+        name: tensor
+        for path in folder.glob("*.safetensors")
+        for name, tensor in load_file(path).items()
+    }
+
+
+def described(fused):
+    return json.loads((fused.output / "config.json").read_text())["kvarn_config"]
+
+
+def unrotated(name, tensor, rotation):
+    """Undo the fusion in one written tensor; its heads of head_dim channels apart."""
+    matrix = matrix_of(rotation)
+    values = tensor.double().numpy()
+    module, _, kind = name.rpartition(".")
+    for application in rotation["apply"]:
+        if module in application["targets"] and application["location"] == "weight_output":
+            assert application["inverse"] is False
+            heads = values.reshape(-1, len(matrix), *values.shape[1:])
+            return np.einsum("cd,hd...->hc...", matrix, heads)
+        if module in application["targets"] and kind == "weight":
+            assert application["location"] == "weight_input"
+            assert application["inverse"] is True
+            heads = values.reshape(len(values), -1, len(matrix))
+            return np.moveaxis(heads @ matrix.T, 0, -1)
+    return None
+
+
+def allowed_error(dtype):
+    """Of a head's channels together, relative: one rounding, and in float32 the product's own."""
+    return torch.finfo(dtype).eps / 2 * (4 if dtype == torch.float32 else 1.01)
+
+
+def test_every_matrix_can_be_rebuilt_and_undone(fused):
+    rotation = described(fused)["rotations"]["value"]
+    matrix = matrix_of(rotation)
+    np.testing.assert_allclose(matrix @ matrix.T, np.eye(len(matrix)), atol=1e-12)
+    originals, undone = tensors_of(fused.source), set()
+    for name, tensor in tensors_of(fused.output).items():
+        restored = unrotated(name, tensor, rotation)
+        if restored is None:
+            assert torch.equal(tensor, originals[name])
+            continue
+        undone.add(name)
+        values = originals[name].double().numpy()
+        if name.endswith("o_proj.weight"):
+            values = values.T
+        original = values.reshape(restored.shape)
+        error = np.linalg.norm(restored - original, axis=1)
+        assert (error <= allowed_error(tensor.dtype) * np.linalg.norm(original, axis=1)).all()
+    assert undone == {
+        name
+        for name in originals
+        if name.endswith(("v_proj.weight", "v_proj.bias", "o_proj.weight"))
+    }
+
+
+def test_the_modules_named_are_modules_of_the_model(fused):
+    block = described(fused)
+    model = AutoModelForCausalLM.from_pretrained(fused.output)
+    for application in block["rotations"]["value"]["apply"]:
+        assert len(application["targets"]) == len(block["layers"]["covered"]) == 2
+        for name in application["targets"]:
+            assert isinstance(model.get_submodule(name), torch.nn.Linear)
+
+
+def test_the_cache_is_described(fused):
+    block = described(fused)
+    cache = block["cache"]
+    assert (cache["dtype"], cache["layout"]) == ("kvarn_k4v4_g32", "vllm-fp16")
+    assert cache["head_dim"] == block["rotations"]["key"]["head_dim"]
+    codes = cache["head_dim"] * 32 * 8 // 8
+    assert cache["record_bytes"] == codes + 2 * (3 * cache["head_dim"] + 3 * 32)
+    key = block["rotations"]["key"]
+    assert (key["where"], key["signs"]) == ("online", None)
+    assert {application["location"] for application in key["apply"]} == {"q_attn", "k_cache"}
+
+
+@pytest.mark.parametrize("family", ["llama"])
+def test_the_base_model_is_named(fused_models, family):
+    base = described(fused_models[family])["base_model"]
+    assert base["name"] == family
+    assert base["revision"] is None
+    assert len(base["index_sha256"]) == 64

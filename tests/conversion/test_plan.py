@@ -1,0 +1,196 @@
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from awkward_checkpoint import edit_config
+from conversions import convert
+from safetensors.torch import load_file, save_file
+from tiny_models import build_tiny_checkpoint
+
+from kvarn_cli.conversion.plan import plan_conversion
+from kvarn_cli.errors import CheckpointError, UnsupportedModelError, UsageError
+from kvarn_cli.settings import KVarNSettings
+
+
+def plan(source, **options):
+    options = {"settings": KVarNSettings(), "rotation": "fused"} | options
+    return plan_conversion(str(source), **options)
+
+
+def test_the_summary_tells_the_plan(llama):
+    summary = plan(llama, settings=KVarNSettings.from_name("k2v2_g32")).summary()
+    assert json.loads(json.dumps(summary)) == summary
+    assert summary["architecture"] == "LlamaForCausalLM"
+    assert summary["cache_dtype"] == "kvarn_k2v2_g32"
+    assert summary["layers_covered"] == [0, 1]
+    assert len(summary["tensors_rotated"]) == 4
+    assert summary["bytes_rotated"] == 2 * (64 * 128 + 128 * 128) * 4
+    assert summary["bytes_copied"] == (llama / "model.safetensors").stat().st_size
+    assert summary["proof"]["num_tensors"] == 4
+    heads, tokens, head_dim = 4, 32_768, 32
+    cache = summary["cache_bytes"]["32768"]
+    assert cache["float16"] == heads * tokens * 2 * head_dim * 2
+    packed_tokens = tokens - 128
+    exact = 128 * 2 * head_dim * 2
+    assert cache["packed"] == heads * (packed_tokens // 32 * 896 + exact)
+
+
+def test_an_online_plan_rotates_no_tensor(llama):
+    online = plan(llama, rotation="online")
+    assert online.proof is None
+    assert online.rotated_tensors == ()
+    assert online.summary()["rotation"] == "online"
+
+
+def test_layers_with_a_window_are_left_out_and_still_fused(tmp_path):
+    model = build_tiny_checkpoint(
+        tmp_path / "qwen2",
+        "qwen2",
+        use_sliding_window=True,
+        sliding_window=64,
+        layer_types=["full_attention", "sliding_attention"],
+    )
+    found = plan(model)
+    assert found.cache.covered == (0,)
+    assert found.summary()["layers_left_out"][0]["layer"] == 1
+    assert len(found.rotated_tensors) == 6
+
+
+def test_what_is_not_copied_is_named(llama):
+    (llama / "pytorch_model.bin").write_bytes(b"x")
+    (llama / ".env").write_bytes(b"x")
+    left_out = {entry["path"] for entry in plan(llama).summary()["files_left_out"]}
+    assert left_out == {"pytorch_model.bin", ".env"}
+
+
+def add_gate(folder):
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.self_attn.gate_proj.weight"] = torch.zeros(4, 4)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def use_pickle(folder):
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def break_index(weight_map):
+    def break_index(folder):
+        index = {"metadata": {}, "weight_map": weight_map}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+    return break_index
+
+
+def cut_off(folder):
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+
+
+def with_config(**changes):
+    return lambda folder: edit_config(folder, **changes)
+
+
+@pytest.mark.parametrize(
+    ("damage", "error", "message"),
+    [
+        (with_config(head_dim=80), UnsupportedModelError, "head_dim is 80"),
+        (
+            with_config(quantization_config={"quant_method": "awq"}),
+            UnsupportedModelError,
+            "quantized already .*awq",
+        ),
+        (with_config(model_type="rwkv9", auto_map={}), UnsupportedModelError, "`rwkv9`"),
+        (with_config(num_hidden_layers=3), UnsupportedModelError, "layers.2.self_attn.v_proj"),
+        (with_config(num_attention_heads="x"), CheckpointError, "num_attention_heads"),
+        (with_config(kvarn_config={"format_version": 9}), CheckpointError, "format_version 9"),
+        (add_gate, UnsupportedModelError, "layers.1.self_attn.gate_proj.weight may act"),
+        (use_pickle, UnsupportedModelError, "only pytorch_model.bin"),
+        (break_index({"a": "model-00001.safetensors"}), CheckpointError, "which is missing"),
+        (break_index({"a": "../../x.safetensors"}), CheckpointError, "a .safetensors file beside"),
+        (break_index({"a": "model.safetensors"}), CheckpointError, "which does not hold it"),
+        (cut_off, CheckpointError, "model.safetensors"),
+        (lambda folder: (folder / "config.json").unlink(), CheckpointError, "no config.json"),
+        (lambda folder: (folder / "config.json").write_text("{"), CheckpointError, "config.json"),
+    ],
+)
+def test_what_cannot_be_fused_is_refused_by_name(llama, tmp_path, damage, error, message):
+    damage(llama)
+    with pytest.raises(error, match=message):
+        plan(llama, output=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_gate_does_not_matter_online(llama):
+    add_gate(llama)
+    assert plan(llama, rotation="online").layout is None
+
+
+def test_code_that_is_needed_is_asked_for(llama):
+    edit_config(llama, model_type="custom")
+    with pytest.raises(UnsupportedModelError, match="needs code") as raised:
+        plan(llama)
+    assert "--trust-remote-code" in raised.value.hint
+
+
+def test_a_window_in_every_layer_leaves_nothing_to_convert(tmp_path):
+    model = build_tiny_checkpoint(tmp_path / "mistral", "mistral-sliding")
+    with pytest.raises(UnsupportedModelError, match="no layer whose cache grows"):
+        plan(model, rotation="online")
+
+
+@pytest.mark.parametrize("rotation", ["fused", "online"])
+def test_a_converted_model_is_not_converted_again(llama, tmp_path, rotation):
+    convert(llama, tmp_path / "out", rotation=rotation)
+    with pytest.raises(UnsupportedModelError, match=f"V's rotation {rotation}") as raised:
+        plan(tmp_path / "out", output=tmp_path / "again")
+    assert raised.value.hint == "convert the original again: llama"
+    assert not (tmp_path / "again").exists()
+
+
+def test_an_output_in_the_model_is_refused(llama):
+    for output in (llama, llama / "out", llama.parent):
+        with pytest.raises(UsageError, match="lie in one another"):
+            plan(llama, output=output, overwrite=True)
+
+
+def test_the_calibration_text_is_checked_with_the_plan(llama, short_validation):
+    validation = short_validation()
+    windows = plan(llama, settings=KVarNSettings(group_size=32), validation=validation).windows
+    assert windows.shape == (2, 192)
+    with pytest.raises(UsageError, match="windows of 192 tokens measure nothing") as raised:
+        plan(llama, validation=validation)
+    assert "258" in raised.value.hint
+    long = replace(validation, text=replace(validation.text, sequence_length=100_000))
+    with pytest.raises(UsageError, match="the calibration text has"):
+        plan(llama, validation=long)
+    missing = replace(validation, text=replace(validation.text, dataset=llama / "no.txt"))
+    with pytest.raises(UsageError, match="no such dataset"):
+        plan(llama, settings=KVarNSettings(group_size=32), validation=missing)
+
+
+def test_a_tokenizer_is_needed_for_the_validation_alone(llama, short_validation):
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (llama / name).unlink()
+    settings = KVarNSettings(group_size=32)
+    with pytest.raises(CheckpointError, match="the tokenizer cannot be loaded") as raised:
+        plan(llama, settings=settings, validation=short_validation())
+    assert "--no-validate" in raised.value.hint
+    assert plan(llama, settings=settings).windows is None
+
+
+@pytest.mark.parametrize("kind", ["lines.jsonl", "folder"])
+def test_calibration_text_comes_from_lines_and_folders_too(llama, short_validation, kind):
+    validation = short_validation()
+    text = validation.text.dataset.read_text()
+    dataset = llama.parent / kind
+    if kind == "folder":
+        dataset.mkdir()
+        (dataset / "a.txt").write_text(text)
+    else:
+        dataset.write_text(json.dumps({"body": text}) + "\n")
+    changed = replace(validation.text, dataset=dataset, field="body")
+    settings = KVarNSettings(group_size=32)
+    found = plan(llama, settings=settings, validation=replace(validation, text=changed))
+    original = plan(llama, settings=settings, validation=validation)
+    assert torch.equal(found.windows, original.windows)
