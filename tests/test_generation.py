@@ -1,0 +1,91 @@
+import pytest
+import torch
+from conversions import convert
+from tiny_models import build_tiny_checkpoint
+
+from kvarn_cli.errors import SettingsError, UsageError
+from kvarn_cli.generation import generate_text
+from kvarn_cli.model.loading import load_model, load_tokenizer
+from kvarn_cli.runtime.cache import KVarNCache
+
+PROMPT = "The quick brown fox jumps over the lazy dog. " * 12
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="module")
+def llama(folder):
+    return build_tiny_checkpoint(folder / "llama", "llama")
+
+
+@pytest.fixture(scope="module")
+def converted(llama, folder):
+    return convert(llama, folder / "converted", preset="k2v2_g32").output
+
+
+def generate(model, prompt=PROMPT, **options):
+    return generate_text(str(model), prompt, **({"max_new_tokens": 8} | options))
+
+
+def test_the_text_is_what_the_model_generates_with_the_packed_cache(converted):
+    pieces = []
+    generation = generate(converted, chat_template=False, on_text=pieces.append)
+    model = load_model(converted, dtype=torch.float32, device=torch.device("cpu"))
+    tokenizer = load_tokenizer(converted)
+    prompt = tokenizer(PROMPT, return_tensors="pt")
+    tokens = model.generate(
+        **prompt, cache=KVarNCache.from_model(model), max_new_tokens=8, do_sample=False
+    )
+    new_tokens = tokens[0, prompt.input_ids.shape[1] :]
+    assert generation.text == tokenizer.decode(new_tokens, skip_special_tokens=True)
+    assert "".join(pieces) == generation.text
+    assert generation.prompt_tokens == prompt.input_ids.shape[1]
+    assert generation.new_tokens == len(new_tokens) == 8
+    assert generation.cache_dtype == "kvarn_k2v2_g32"
+    assert generation.tokens_per_second == 8 / generation.elapsed_seconds
+
+
+def test_the_packed_cache_of_a_long_prompt_is_small(converted):
+    generation = generate(converted, dtype="bfloat16", chat_template=False)
+    tokens = generation.prompt_tokens + generation.new_tokens - 1
+    assert generation.sixteen_bit_cache_bytes == 2 * 2 * tokens * 2 * 32 * 2
+    packed = (tokens - 128) // 32 * 32
+    exact = tokens - packed
+    assert generation.cache_bytes == 2 * 2 * (packed // 32 * 896 + exact * 2 * 32 * 2)
+    assert generation.cache_bytes < 0.6 * generation.sixteen_bit_cache_bytes
+
+
+def test_an_original_model_needs_a_preset_and_says_so_before_its_weights_are_read(llama, tmp_path):
+    for file in llama.glob("*.json"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    with pytest.raises(UsageError, match="is not converted") as raised:
+        generate(tmp_path)
+    assert "--preset k4v2_g128" in raised.value.hint
+    assert generate(llama, preset="k4v2_g64").cache_dtype == "kvarn_k4v2_g64"
+
+
+def test_a_preset_goes_before_that_of_the_conversion(converted):
+    assert generate(converted, preset="k4v4_g64").cache_dtype == "kvarn_k4v4_g64"
+    with pytest.raises(SettingsError, match="unknown preset"):
+        generate(converted, preset="k4")
+
+
+def test_the_chat_template_is_used_unless_left_out(converted):
+    templated = generate(converted, "a", max_new_tokens=1)
+    assert generate(converted, "a", max_new_tokens=1, chat_template=False).prompt_tokens == 1
+    assert templated.prompt_tokens > 10
+
+
+def test_an_empty_prompt_is_refused(converted):
+    with pytest.raises(UsageError, match="the prompt is empty"):
+        generate(converted, "", chat_template=False)
+
+
+def test_a_seed_samples_and_repeats(converted):
+    texts = [generate(converted, seed=seed).text for seed in (1, 1, 2, 3)]
+    assert texts[0] == texts[1]
+    assert len(set(texts)) > 1
+    assert generate(converted).text == generate(converted).text
