@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -90,6 +91,11 @@ class Console:
         """Say something that is no data."""
         if not self.quiet:
             self._err.print(_plain(text))
+
+    def reading(self, model: str) -> None:
+        """Say where the model is looked for, as a mistyped folder looks like a Hub id."""
+        found = Path(model).is_dir()
+        self.note(f"Reading {model}" if found else f"No folder {model} here; asking the Hub for it")
 
     def error(
         self, message: str, hint: str, exit_code: int, details: Mapping[str, object] | None = None

@@ -90,7 +90,7 @@ def convert(
             raise UsageError(
                 "no folder to write", hint="pass --output DIR, or --dry-run to see the plan"
             )
-        console.note(f"Reading {model}")
+        console.reading(model)
 
         from kvarn_cli.conversion.plan import Validation, plan_conversion
         from kvarn_cli.conversion.run import run_conversion

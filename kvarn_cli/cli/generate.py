@@ -50,7 +50,7 @@ def generate(
 ) -> None:
     """Generate text with the KV cache packed."""
     with Console(as_json=as_json, quiet=quiet) as console:
-        console.note(f"Loading {model}")
+        console.reading(model)
 
         from kvarn_cli.generation import generate_text
 

@@ -55,7 +55,7 @@ def inspect_errors(
 
         if figure is not None:
             check_figure_path(figure)
-        console.note(f"Reading {model}")
+        console.reading(model)
 
         from kvarn_cli.evaluation.calibration import CalibrationText
         from kvarn_cli.inspection import inspect_model

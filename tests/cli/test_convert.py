@@ -248,4 +248,5 @@ def test_without_a_network_the_hub_cannot_be_asked(hub, tmp_path):
         outcome = on_hub(hub, tmp_path, *arguments, HF_ENDPOINT=nowhere)
     assert outcome.exit_code == 4
     assert "check the network" in error_of(outcome)["hint"]
+    assert outcome.stderr.startswith("No folder alice/tiny here; asking the Hub for it\n")
     assert not (tmp_path / "out").exists()
