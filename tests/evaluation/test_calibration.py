@@ -15,6 +15,7 @@ from kvarn_cli.evaluation.calibration import (
     read_texts,
     token_windows,
 )
+from kvarn_cli.settings import KVarNSettings
 
 
 @pytest.fixture(scope="module")
@@ -148,3 +149,11 @@ def test_calibration_text_names_its_source(
     default = CalibrationText(None, "text", 3, 128, 0)
     assert default.name == DEFAULT_NAME
     assert default.windows(tokenizer).shape == (3, 128)
+
+
+def test_windows_that_pack_nothing_measure_nothing(tmp_path: Path) -> None:
+    settings = KVarNSettings(group_size=32, sink_tokens=64)
+    CalibrationText(None, "text", 1, 98, 0).check_length(settings)
+    with pytest.raises(UsageError, match="windows of 97 tokens measure nothing") as refused:
+        CalibrationText(None, "text", 1, 97, 0).check_length(settings)
+    assert "--sequence-length 98" in refused.value.hint

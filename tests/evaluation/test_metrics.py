@@ -4,6 +4,7 @@ from dataclasses import asdict
 import pytest
 import torch
 
+from kvarn_cli.errors import CheckpointError
 from kvarn_cli.evaluation.logit_errors import LogitErrors
 from kvarn_cli.evaluation.metrics import ContextError, summarize
 from kvarn_cli.evaluation.pseudo_decode import WindowErrors
@@ -117,3 +118,10 @@ def test_the_result_goes_to_json(windows: list[WindowErrors]) -> None:
     document = json.loads(json.dumps(asdict(summarize(windows)), allow_nan=False))
     assert document["method"] == "kvarn:k2v2_g32,sink_tokens=0"
     assert document["attention_mae_by_context"][1]["start"] == 32
+
+
+def test_logits_that_are_no_numbers_are_refused() -> None:
+    kl = torch.full((NUM_TOKENS - 1,), 0.1)
+    kl[7] = torch.nan
+    with pytest.raises(CheckpointError, match="no numbers at 1 of 158 tokens"):
+        summarize([_window(kl), _window(kl.nan_to_num())])
