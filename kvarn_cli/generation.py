@@ -7,12 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase, TextStreamer
+from jinja2 import TemplateError
+from transformers import (
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+    TextStreamer,
+)
 
+from kvarn_cli.checkpoint.checkpoint import loadable_folder, open_checkpoint
 from kvarn_cli.checkpoint.source import fetch_weights, resolve_source
-from kvarn_cli.errors import UsageError
+from kvarn_cli.errors import CheckpointError, UsageError
 from kvarn_cli.metadata import KVarNConfig
 from kvarn_cli.model.loading import (
+    check_token_ids,
     load_config,
     load_model,
     load_tokenizer,
@@ -20,8 +28,12 @@ from kvarn_cli.model.loading import (
     parse_dtype,
     quiet_transformers,
 )
+from kvarn_cli.model.shrunken import MODEL_CODE_ERRORS
 from kvarn_cli.runtime.cache import KVarNCache
 from kvarn_cli.settings import DEFAULT_PRESET, KVarNSettings
+
+_STOPS = ("eos_token_id", "pad_token_id")
+_SAMPLING = ("temperature", "top_k", "top_p", "repetition_penalty")
 
 
 @dataclass(frozen=True)
@@ -115,9 +127,11 @@ def generate_text(
     tokenizer = load_tokenizer(source.folder, trust_remote_code=trust_remote_code)
     tokens = _prompt_tokens(tokenizer, prompt, chat_template).to(torch_device)
     fetch_weights(source, token=token, cache_dir=cache_dir)
-    model = load_model(
-        source.folder, dtype=torch_dtype, device=torch_device, trust_remote_code=trust_remote_code
-    )
+    with loadable_folder(open_checkpoint(source.folder)) as folder:
+        model = load_model(
+            folder, dtype=torch_dtype, device=torch_device, trust_remote_code=trust_remote_code
+        )
+    check_token_ids(model, tokens)
     cache = KVarNCache.from_model(model, settings)
     if seed is not None:
         torch.manual_seed(seed)
@@ -128,8 +142,9 @@ def generate_text(
             tokens,
             attention_mask=torch.ones_like(tokens),
             cache=cache,
-            max_new_tokens=max_new_tokens,
-            do_sample=seed is not None,
+            generation_config=_generation_config(
+                source.folder, config, max_new_tokens=max_new_tokens, sample=seed is not None
+            ),
             streamer=_Streamer(tokenizer, on_text),
         )
     elapsed_seconds = time.perf_counter() - started
@@ -146,16 +161,44 @@ def generate_text(
     )
 
 
+def _generation_config(
+    folder: Path, config: PreTrainedConfig, *, max_new_tokens: int, sample: bool
+) -> GenerationConfig:
+    """What the model says of stopping and sampling; nothing else of it fits a packed cache."""
+    try:
+        own = GenerationConfig.from_pretrained(folder, local_files_only=True).to_dict()
+    except MODEL_CODE_ERRORS:
+        own = {}
+    stops = {name: own.get(name) or getattr(config, name, None) for name in _STOPS}
+    sampling = {
+        name: own[name]
+        for name in _SAMPLING
+        if sample and isinstance(own.get(name), int | float) and own[name] > 0
+    }
+    return GenerationConfig(
+        max_new_tokens=max_new_tokens, do_sample=sample, use_cache=True, **stops, **sampling
+    )
+
+
 def _prompt_tokens(
     tokenizer: PreTrainedTokenizerBase, prompt: str, chat_template: bool
 ) -> torch.Tensor:
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError("the prompt is not UTF-8 text") from error
     templated = chat_template and bool(tokenizer.chat_template)
     if templated:
-        prompt = str(
-            tokenizer.apply_chat_template(
-                [{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False
+        message = [{"role": "user", "content": prompt}]
+        try:
+            prompt = str(
+                tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
             )
-        )
+        except (TemplateError, *MODEL_CODE_ERRORS) as error:
+            raise CheckpointError(
+                f"the model's chat template fails: {' '.join(str(error).split())[:200]}",
+                hint="pass --ignore-chat-template to continue the prompt as plain text",
+            ) from error
     tokens = tokenizer(prompt, add_special_tokens=not templated).input_ids
     if not tokens:
         raise UsageError("the prompt is empty")

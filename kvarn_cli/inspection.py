@@ -7,13 +7,14 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedConfig
 
+from kvarn_cli.checkpoint.checkpoint import loadable_folder, open_checkpoint
 from kvarn_cli.checkpoint.source import fetch_weights, resolve_source
 from kvarn_cli.errors import UnsupportedModelError
 from kvarn_cli.evaluation.calibration import CalibrationText
 from kvarn_cli.evaluation.measurement import measure_methods
 from kvarn_cli.evaluation.metrics import MethodErrors
 from kvarn_cli.metadata import KVarNConfig
-from kvarn_cli.model.loading import load_config, load_model, load_tokenizer
+from kvarn_cli.model.loading import check_token_ids, load_config, load_model, load_tokenizer
 from kvarn_cli.progress import Report, silent
 from kvarn_cli.quantization.hadamard import fused_rotation
 from kvarn_cli.quantization.methods import Exact, KVarN, Method, parse_method
@@ -102,9 +103,9 @@ def inspect_model(
             text.check_length(method.settings)
     windows = text.windows(load_tokenizer(source.folder, trust_remote_code=trust_remote_code))
     fetch_weights(source, token=token, cache_dir=cache_dir)
-    model = load_model(
-        source.folder, dtype=dtype, device=device, trust_remote_code=trust_remote_code
-    )
+    with loadable_folder(open_checkpoint(source.folder)) as folder:
+        model = load_model(folder, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+    check_token_ids(model, windows)
     results = measure_methods(
         model,
         windows,

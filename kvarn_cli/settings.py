@@ -13,9 +13,10 @@ from kvarn_cli.errors import SettingsError
 KEY_VALUE_BITS = (2, 4)
 GROUP_SIZES = (32, 64, 128, 256)
 HEAD_DIMS = (32, 64, 128, 256, 512)
+MAX_ITERATIONS = 1000
 DEFAULT_PRESET = "k4v2_g128"
 
-_NAME = re.compile(r"(?:kvarn_)?k(?P<key>\d+)v(?P<value>\d+)_g(?P<group>\d+)")
+_NAME = re.compile(r"(?:kvarn_)?k(?P<key>[0-9]{1,3})v(?P<value>[0-9]{1,3})_g(?P<group>[0-9]{1,3})")
 _SCALE_BYTES = 2
 
 
@@ -57,8 +58,10 @@ class KVarNSettings:
             check_choice(name, getattr(self, name), KEY_VALUE_BITS)
         check_choice("group_size", self.group_size, GROUP_SIZES)
         check_choice("layout", self.layout, ("vllm-fp16",))
-        if self.iterations < 0:
-            raise SettingsError(f"iterations is {self.iterations}; it must be 0 or more")
+        if not 0 <= self.iterations <= MAX_ITERATIONS:
+            raise SettingsError(
+                f"iterations is {self.iterations}; it must lie between 0 and {MAX_ITERATIONS}"
+            )
         if self.sink_tokens < 0:
             raise SettingsError(f"sink_tokens is {self.sink_tokens}; it must be 0 or more")
         if not self.log_scale_min < self.log_scale_max:

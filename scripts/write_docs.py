@@ -1,7 +1,6 @@
 """Write the generated pages of docs/: the command line's options and the metadata's JSON Schema.
 
-    python scripts/write_docs.py            write them
-    python scripts/write_docs.py --check    exit with 1 if one is not current
+With --check, write nothing and exit with 1 if a page is not current.
 """
 
 import argparse

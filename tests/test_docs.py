@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from kvarn_cli.metadata import KVarNConfig
+
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 
@@ -22,8 +24,6 @@ def test_links_lead_somewhere(page):
 
 
 def test_the_documented_example_of_the_metadata_is_valid():
-    from kvarn_cli.metadata import KVarNConfig
-
     page = (ROOT / "docs" / "metadata.md").read_text(encoding="utf-8")
     example = json.loads(re.search(r"```json\n(.*?)```", page, re.DOTALL)[1])
     assert KVarNConfig.from_config_dict(example).fused

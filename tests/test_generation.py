@@ -1,9 +1,11 @@
+import shutil
+
 import pytest
 import torch
 from conversions import convert
 from tiny_models import build_tiny_checkpoint
 
-from kvarn_cli.errors import SettingsError, UsageError
+from kvarn_cli.errors import CheckpointError, SettingsError, UsageError
 from kvarn_cli.generation import generate_text
 from kvarn_cli.model.loading import load_model, load_tokenizer
 from kvarn_cli.runtime.cache import KVarNCache
@@ -89,3 +91,53 @@ def test_a_seed_samples_and_repeats(converted):
     assert texts[0] == texts[1]
     assert len(set(texts)) > 1
     assert generate(converted).text == generate(converted).text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"use_cache": false}',
+        '{"num_beams": 3, "return_dict_in_generate": true, "stop_strings": ["a"]}',
+        '{"cache_implementation": "static", "max_new_tokens": -3}',
+        '{"temperature": "hot", "top_k": 0}',
+        "[1]",
+        "{not JSON",
+    ],
+)
+def test_only_stopping_and_sampling_is_taken_from_generation_config(converted, tmp_path, text):
+    expected = generate(converted)
+    copy = shutil.copytree(converted, tmp_path / "copy")
+    (copy / "generation_config.json").write_text(text)
+    generation = generate(copy)
+    assert generation.text == expected.text
+    assert generation.cache_bytes == expected.cache_bytes
+    assert generate(copy, seed=1).new_tokens == 8
+
+
+@pytest.mark.parametrize("template", ["{{ raise_exception('no') }}", "{% if %}", "{{ a.b.c }}"])
+def test_a_broken_chat_template_is_named(converted, tmp_path, template):
+    copy = shutil.copytree(converted, tmp_path / "copy")
+    (copy / "chat_template.jinja").write_text(template)
+    with pytest.raises(CheckpointError, match="chat template fails") as caught:
+        generate(copy)
+    assert "--ignore-chat-template" in caught.value.hint
+
+
+def test_a_prompt_that_is_no_text_is_refused(converted):
+    with pytest.raises(UsageError, match="not UTF-8"):
+        generate(converted, "half a character: \ud800")
+
+
+def test_a_tokenizer_of_another_model_is_refused(tmp_path):
+    model = build_tiny_checkpoint(tmp_path / "model", "llama", vocab_size=100)
+    with pytest.raises(CheckpointError, match="the model embeds 100 tokens"):
+        generate(model, preset="k2v2_g32")
+
+
+def test_weights_that_the_index_does_not_name_are_not_loaded(tmp_path):
+    sharded = build_tiny_checkpoint(tmp_path / "model", "llama", sharded=True)
+    expected = generate(sharded, preset="k2v2_g32").text
+    other = build_tiny_checkpoint(tmp_path / "other", "llama", seed=1)
+    assert generate(other, preset="k2v2_g32").text != expected
+    shutil.copy(other / "model.safetensors", sharded)
+    assert generate(sharded, preset="k2v2_g32").text == expected

@@ -82,7 +82,7 @@ def test_the_document_is_json_and_says_what_was_measured(llama, text):
 def test_without_a_method_three_are_measured_at_the_models_own_preset(llama, converted, text):
     labels = [result.method for result in inspect(converted, text).results]
     assert labels == ["kvarn:k2v2_g32", "quarot:k2v2_g32", "kivi:k2v2_g32"]
-    long = dataclasses.replace(text, sequence_length=300)
+    long = dataclasses.replace(text, sequence_length=400)
     labels = [result.method for result in inspect(llama, long).results]
     assert labels == ["kvarn:k4v2_g128", "quarot:k4v2_g128", "kivi:k4v2_g128"]
 
@@ -119,7 +119,7 @@ def test_a_wrong_method_is_refused_before_the_model_is_looked_for(text, spec, me
 
 def test_windows_that_pack_nothing_are_refused_unless_the_method_is_exact(llama, text):
     short = dataclasses.replace(text, sequence_length=150)
-    with pytest.raises(UsageError, match="measure nothing"):
+    with pytest.raises(UsageError, match="measure too little"):
         inspect(llama, short, "exact", "kvarn:k2v2_g32")
     assert math.isclose(inspect(llama, short, "exact").results[0].kl_mean, 0, abs_tol=1e-6)
 

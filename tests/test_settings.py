@@ -11,7 +11,17 @@ def test_names_go_both_ways():
 
 
 @pytest.mark.parametrize(
-    "name", ["", "k4v2", "k4v2_g128 ", "K4V2_G128", "k4v2_g128_x", "v2k4_g128"]
+    "name",
+    [
+        "",
+        "k4v2",
+        "k4v2_g128 ",
+        "K4V2_G128",
+        "k4v2_g128_x",
+        "v2k4_g128",
+        "k٤v2_g128",
+        "k" + "4" * 5000 + "v2_g128",
+    ],
 )
 def test_unknown_names_are_refused_with_an_example(name):
     with pytest.raises(SettingsError, match="unknown preset") as caught:
@@ -26,6 +36,7 @@ def test_unknown_names_are_refused_with_an_example(name):
         {"value_bits": 0},
         {"group_size": 100},
         {"iterations": -1},
+        {"iterations": 10**9},
         {"sink_tokens": -1},
         {"layout": "other"},
         {"log_scale_min": 11.0},

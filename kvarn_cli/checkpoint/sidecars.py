@@ -28,7 +28,8 @@ def find_sidecars(
 ) -> tuple[tuple[PurePosixPath, ...], tuple[LeftOut, ...]]:
     """Sort every file of a model folder, subfolders included, into sidecars and the rest.
 
-    Links to files are followed, as a Hub snapshot consists of them; links to folders are not.
+    Links to files are followed inside the folder and into the Hub's cache, as a snapshot consists
+    of them; links to folders are not.
 
     Args:
         folder: the model's folder.
@@ -38,7 +39,8 @@ def find_sidecars(
         The sidecars and what is left out; both relative to `folder` and sorted.
 
     Raises:
-        CheckpointError: a sidecar is a link to a missing file, or a folder cannot be read.
+        CheckpointError: a sidecar is a link to a missing file, or to one outside the model; or a
+            folder cannot be read.
     """
     sidecars: list[PurePosixPath] = []
     left_out: list[LeftOut] = []
@@ -55,6 +57,7 @@ def find_sidecars(
                 if reason := _reason_against_file(Path(parent, name)):
                     left_out.append(LeftOut(place / name, reason))
                 else:
+                    _refuse_foreign_link(Path(parent, name), folder)
                     sidecars.append(place / name)
     except OSError as error:
         raise CheckpointError(f"cannot read {error.filename}: {error.strerror}") from error
@@ -102,6 +105,17 @@ def _mode_behind_links(path: Path) -> int:
         raise CheckpointError(
             f"{path} is a link to a missing file", hint="download the model again"
         ) from None
+
+
+def _refuse_foreign_link(path: Path, folder: Path) -> None:
+    """A model must not bring along, and later publish, a file of its user's by a link to it."""
+    target = path.resolve()
+    in_hub_cache = target.parent.name == "blobs" and target.parents[1].name.startswith("models--")
+    if not target.is_relative_to(folder.resolve()) and not in_hub_cache:
+        raise CheckpointError(
+            f"{path} is a link that leads out of the model's folder, to {target}",
+            hint="put the file itself there, if it belongs to the model, or remove the link",
+        )
 
 
 def _raise(error: OSError) -> None:

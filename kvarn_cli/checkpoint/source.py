@@ -97,12 +97,12 @@ def _find_locally(model: str) -> Path | None:
     looks_like_path = model.startswith((".", "/", "~"))
     try:
         path = Path(model).expanduser()
-    except RuntimeError as error:
+        if model and path.is_dir():
+            return path
+        if model and path.exists():
+            raise UsageError(f"{model} is a file", hint="name the folder that holds config.json")
+    except (RuntimeError, OSError) as error:
         raise UsageError(f"cannot find {model}: {error}") from error
-    if model and path.is_dir():
-        return path
-    if model and path.exists():
-        raise UsageError(f"{model} is a file", hint="name the folder that holds config.json")
     if looks_like_path:
         raise UsageError(f"the folder {model} does not exist")
     return None

@@ -137,5 +137,5 @@ def _show_context(console: Console, results: "tuple[MethodErrors, ...]") -> None
     console.table(
         ["method", *(f"≤{end}" for end in shown)],
         rows,
-        title="Attention MAE of the tile that ends at this context length",
+        title="Attention MAE of the block of tokens that ends at this context length",
     )

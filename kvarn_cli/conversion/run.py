@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvarn_cli import __version__
-from kvarn_cli.checkpoint.checkpoint import CONFIG_NAME
+from kvarn_cli.checkpoint.checkpoint import CONFIG_NAME, loadable_folder
 from kvarn_cli.checkpoint.safetensors_header import TensorInfo
 from kvarn_cli.checkpoint.writer import CheckpointWriter, Patch
 from kvarn_cli.conversion.description import describe
@@ -24,9 +24,11 @@ from kvarn_cli.metadata import (
     ProofRecord,
 )
 from kvarn_cli.model.fusion import TensorRotation, tensor_rotations
-from kvarn_cli.model.loading import load_model
+from kvarn_cli.model.loading import check_token_ids, load_model
 from kvarn_cli.model.weight_check import check_weights
 from kvarn_cli.progress import Report, silent
+
+_UNLISTED = (MANIFEST_NAME, MODEL_CARD_NAME)
 
 
 @dataclass(frozen=True)
@@ -101,12 +103,14 @@ def _validate(
     validation = plan.validation
     if validation is None or plan.windows is None:
         return None
-    model = load_model(
-        plan.source.folder,
-        dtype=validation.dtype,
-        device=validation.device,
-        trust_remote_code=plan.trust_remote_code,
-    )
+    with loadable_folder(plan.checkpoint) as folder:
+        model = load_model(
+            folder,
+            dtype=validation.dtype,
+            device=validation.device,
+            trust_remote_code=plan.trust_remote_code,
+        )
+    check_token_ids(model, plan.windows)
     fused_weights = {name: rotate(plan.read(name)) for name, rotate in rotations.items()}
     engines = validate(model, plan.windows, plan.settings, fused_weights, report)
     return Calibration(
@@ -139,7 +143,7 @@ def _write(
     ) as writer:
         writer.copy({name: _patch(rotate) for name, rotate in rotations.items()})
         writer.add_file(CONFIG_NAME, _json_bytes(config))
-        files = {n: record for n, record in writer.files.items() if n != MODEL_CARD_NAME}
+        files = {n: record for n, record in writer.files.items() if n not in _UNLISTED}
         manifest = Manifest(kvarn_version=__version__, files=dict(sorted(files.items())))
         writer.add_file(MANIFEST_NAME, _json_bytes(manifest.model_dump(mode="json")))
         writer.commit()

@@ -47,17 +47,17 @@ class CalibrationText:
         return DEFAULT_NAME if self.dataset is None else self.dataset.resolve().name
 
     def check_length(self, settings: KVarNSettings) -> None:
-        """Refuse windows in which no prediction sees a packed tile: nothing would be measured.
+        """Refuse windows in which less than a tile of predictions sees a packed tile.
 
         Raises:
             UsageError: naming the shortest length that measures something.
         """
-        shortest = settings.sink_tokens + settings.group_size + 2
+        shortest = settings.sink_tokens + 2 * settings.group_size
         if self.sequence_length < shortest:
             raise UsageError(
-                f"windows of {self.sequence_length} tokens measure nothing: the first "
+                f"windows of {self.sequence_length} tokens measure too little: the first "
                 f"{settings.sink_tokens} stay exact, and a tile of {settings.group_size} is only "
-                "packed once it is full",
+                "packed, and seen by later tokens, once it is full",
                 hint=f"use --sequence-length {shortest} or more",
             )
 
@@ -183,7 +183,7 @@ def _texts_of(file: Path, field: str) -> Iterator[str]:
     if file.suffix != _JSON_LINES:
         yield content
         return
-    for number, line in enumerate(content.splitlines(), start=1):
+    for number, line in enumerate(content.split("\n"), start=1):
         if line.strip():
             yield _field_of(line, field, f"{file}, line {number}")
 
@@ -191,8 +191,9 @@ def _texts_of(file: Path, field: str) -> Iterator[str]:
 def _field_of(line: str, field: str, where: str) -> str:
     try:
         record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise UsageError(f"{where}: broken JSON ({error.msg})") from error
+    except (ValueError, RecursionError) as error:
+        reason = getattr(error, "msg", "numbers or nesting beyond reason")
+        raise UsageError(f"{where}: broken JSON ({reason})") from error
     if not isinstance(record, dict):
         raise UsageError(f"{where}: a line must be an object with the field {field!r}")
     text = record.get(field)
@@ -202,4 +203,8 @@ def _field_of(line: str, field: str, where: str) -> str:
             f"{where}: no text in the field {field!r}; fields: {present}",
             hint="name the field that holds the text",
         )
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(f"{where}: the text holds half a character ({error.reason})") from error
     return text

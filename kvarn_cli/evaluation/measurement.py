@@ -25,10 +25,13 @@ def measure_methods(
 ) -> list[MethodErrors]:
     """Pseudo-decode every window with every method, against the same model in full precision.
 
+    All methods are judged on the same predictions: those from the first on that sees a packed
+    tile under any of them. Before it all are exact and would only thin the errors out.
+
     Args:
         model: in evaluation mode.
         windows: int64 [windows, tokens].
-        methods: what to measure.
+        methods: what to measure, at least one.
         fused_rotation: R [head_dim, head_dim] if V of the model is fused with it.
         step_tokens: tokens of one forward step; None means one tile a step.
         cover_sliding: quantize layers with a sliding window as well.
@@ -59,4 +62,7 @@ def measure_methods(
                 )
             )
             report(_STAGE, done + offset, total)
-    return [summarize(measured) for measured in errors]
+    first_position = min(measured[0].first_affected for measured in errors)
+    if first_position >= windows.shape[1] - 1:
+        first_position = 0
+    return [summarize(measured, first_position=first_position) for measured in errors]

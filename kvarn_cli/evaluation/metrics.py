@@ -55,13 +55,14 @@ class VectorSummary:
 class MethodErrors:
     """What one method does to one model.
 
-    KL, agreement and loss are means over all predictions of all windows, those before the first
-    packed tile included. Attention errors of layers are means over the tokens that see a packed
-    tile; they are 0 where no token does.
+    KL, agreement and loss are means over the predictions of all windows from `first_position` on.
+    Attention errors of layers are means over the tokens that see a packed tile; they are 0 where
+    no token does.
 
     Attributes:
         method: the method's label.
         num_windows: windows measured.
+        first_position: the first prediction that counts for KL, agreement and loss.
         sequence_length: tokens of each.
         bits_per_element: of a covered layer's cache at this length; sink and tail count 16 bits.
         kl_mean: KL(exact ‖ method) of the next-token distributions, nats.
@@ -80,6 +81,7 @@ class MethodErrors:
 
     method: str
     num_windows: int
+    first_position: int
     sequence_length: int
     bits_per_element: float
     kl_mean: float
@@ -96,17 +98,18 @@ class MethodErrors:
     elapsed_seconds: float
 
 
-def summarize(windows: Sequence[WindowErrors]) -> MethodErrors:
+def summarize(windows: Sequence[WindowErrors], *, first_position: int = 0) -> MethodErrors:
     """Average the windows of one method; all have the same length.
 
     Args:
         windows: at least one.
+        first_position: predictions before it are left out of KL, agreement and loss.
 
     Raises:
         CheckpointError: logits were NaN.
     """
     first = windows[0]
-    kl = _joined(windows, lambda logits: logits.kl)
+    kl = _joined(windows, first_position, lambda logits: logits.kl)
     if kl.isnan().any():
         raise CheckpointError(
             f"the model's logits are no numbers at {int(kl.isnan().sum())} of {len(kl)} tokens",
@@ -118,14 +121,19 @@ def summarize(windows: Sequence[WindowErrors]) -> MethodErrors:
     return MethodErrors(
         method=first.method.label,
         num_windows=len(windows),
+        first_position=first_position,
         sequence_length=first.num_tokens,
         bits_per_element=_bits_per_element(first),
         kl_mean=kl.mean().item(),
         kl_median=kl.median().item(),
         kl_p999=kl.quantile(0.999).item(),
-        top1_agreement=_joined(windows, lambda logits: logits.agreement).mean().item(),
-        loss_exact=_joined(windows, lambda logits: logits.loss_exact).mean().item(),
-        loss_method=_joined(windows, lambda logits: logits.loss_method).mean().item(),
+        top1_agreement=_joined(windows, first_position, lambda logits: logits.agreement)
+        .mean()
+        .item(),
+        loss_exact=_joined(windows, first_position, lambda logits: logits.loss_exact).mean().item(),
+        loss_method=_joined(windows, first_position, lambda logits: logits.loss_method)
+        .mean()
+        .item(),
         attention_mae=by_layer.mean().item(),
         attention_mae_by_layer=dict(zip(first.attention, by_layer.tolist(), strict=True)),
         attention_mae_by_context=_by_context(by_token.mean(dim=0), first.method.group_size),
@@ -135,8 +143,10 @@ def summarize(windows: Sequence[WindowErrors]) -> MethodErrors:
     )
 
 
-def _joined(windows: Sequence[WindowErrors], part: Callable[[LogitErrors], Tensor]) -> Tensor:
-    return torch.cat([part(window.logits) for window in windows]).double()
+def _joined(
+    windows: Sequence[WindowErrors], first_position: int, part: Callable[[LogitErrors], Tensor]
+) -> Tensor:
+    return torch.cat([part(window.logits)[first_position:] for window in windows]).double()
 
 
 def _mean(x: Tensor, dim: int) -> Tensor:

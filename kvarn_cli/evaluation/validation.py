@@ -55,7 +55,10 @@ def validate(
                 errors = pseudo_decode(model, exact, method, fused_rotation=rotation)
                 measured[engine].append(errors)
                 report(_STAGE, number * runs + offset, len(windows) * runs)
-    return [_engine_errors(engine, summarize(errors)) for engine, errors in measured.items()]
+    return [
+        _engine_errors(engine, summarize(errors, first_position=errors[0].first_affected))
+        for engine, errors in measured.items()
+    ]
 
 
 def _engine_methods(settings: KVarNSettings, *, fused: bool) -> dict[Engine, KVarN]:

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -108,6 +110,8 @@ def load_model(
 ) -> PreTrainedModel:
     """The causal language model of a checkpoint, in evaluation mode.
 
+    The checkpoint chooses neither the attention kernel nor how to generate.
+
     Args:
         folder: holds the checkpoint.
         dtype: of the weights in memory; None keeps the one they are stored in.
@@ -124,6 +128,8 @@ def load_model(
             loaded = AutoModelForCausalLM.from_pretrained(
                 folder,
                 dtype=dtype or "auto",
+                attn_implementation="sdpa",
+                generation_config=GenerationConfig(),
                 trust_remote_code=trust_remote_code,
                 local_files_only=True,
                 use_safetensors=True,
@@ -140,6 +146,26 @@ def load_model(
     model.train(False)
     model.to(device)  # type: ignore[arg-type]
     return model
+
+
+def check_token_ids(model: PreTrainedModel, tokens: Tensor) -> None:
+    """Refuse tokens that the model has no embedding for.
+
+    Args:
+        model: that will read them.
+        tokens: int64, any shape.
+
+    Raises:
+        CheckpointError: the tokenizer does not belong to the model.
+    """
+    embeddings: Any = model.get_input_embeddings()
+    largest = int(tokens.max())
+    if largest >= embeddings.num_embeddings:
+        raise CheckpointError(
+            f"the tokenizer gives token {largest}, and the model embeds "
+            f"{embeddings.num_embeddings} tokens",
+            hint="the tokenizer's files belong to another model",
+        )
 
 
 @contextmanager

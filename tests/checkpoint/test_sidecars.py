@@ -53,13 +53,13 @@ def test_leaves_out_the_rest_and_says_why(tmp_path: Path) -> None:
 
 
 def test_follows_links_to_files_and_refuses_broken_ones(tmp_path: Path) -> None:
-    fill(tmp_path, "blobs/1", "model/config.json")
-    (tmp_path / "model/tokenizer.json").symlink_to("../blobs/1")
+    fill(tmp_path, "models--a--b/blobs/1", "model/config.json")
+    (tmp_path / "model/tokenizer.json").symlink_to("../models--a--b/blobs/1")
     assert find_sidecars(tmp_path / "model", [])[0] == (
         PurePosixPath("config.json"),
         PurePosixPath("tokenizer.json"),
     )
-    (tmp_path / "blobs/1").unlink()
+    (tmp_path / "models--a--b/blobs/1").unlink()
     with pytest.raises(CheckpointError, match=r"tokenizer\.json is a link to a missing file"):
         find_sidecars(tmp_path / "model", [])
 
@@ -70,3 +70,18 @@ def test_a_broken_link_to_a_file_of_no_use_is_no_matter(tmp_path: Path) -> None:
         (),
         (LeftOut(PurePosixPath("pytorch_model.bin"), "weights in another format"),),
     )
+
+
+def test_a_link_out_of_the_model_s_folder_is_refused_by_name(tmp_path: Path) -> None:
+    fill(tmp_path, "secret", "model/config.json")
+    (tmp_path / "model/vocab.txt").symlink_to(tmp_path / "secret")
+    with pytest.raises(CheckpointError, match=r"vocab\.txt is a link that leads out"):
+        find_sidecars(tmp_path / "model", [])
+
+
+def test_links_into_the_folder_and_into_the_hub_s_cache_are_followed(tmp_path: Path) -> None:
+    fill(tmp_path, "models--a--b/blobs/1", "model/own.json")
+    (tmp_path / "model/config.json").symlink_to(tmp_path / "models--a--b/blobs/1")
+    (tmp_path / "model/same.json").symlink_to("own.json")
+    sidecars, _ = find_sidecars(tmp_path / "model", [])
+    assert [path.name for path in sidecars] == ["config.json", "own.json", "same.json"]

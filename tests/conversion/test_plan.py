@@ -158,9 +158,9 @@ def test_the_calibration_text_is_checked_with_the_plan(llama, short_validation):
     validation = short_validation()
     windows = plan(llama, settings=KVarNSettings(group_size=32), validation=validation).windows
     assert windows.shape == (2, 192)
-    with pytest.raises(UsageError, match="windows of 192 tokens measure nothing") as raised:
+    with pytest.raises(UsageError, match="windows of 192 tokens measure too little") as raised:
         plan(llama, validation=validation)
-    assert "258" in raised.value.hint
+    assert "384" in raised.value.hint
     long = replace(validation, text=replace(validation.text, sequence_length=100_000))
     with pytest.raises(UsageError, match="the calibration text has"):
         plan(llama, validation=long)

@@ -2,12 +2,13 @@ import pytest
 import torch
 
 from kvarn_cli.checkpoint.safetensors_header import TensorInfo
-from kvarn_cli.conversion.tensor_bytes import TORCH_DTYPES, to_bytes, to_tensor
+from kvarn_cli.conversion.tensor_bytes import to_bytes, to_tensor
+from kvarn_cli.model.layout import FUSIBLE_DTYPES
 
 
-@pytest.mark.parametrize("name", TORCH_DTYPES)
+@pytest.mark.parametrize("name", FUSIBLE_DTYPES)
 def test_bytes_come_back(name):
-    tensor = torch.randn(3, 5).to(TORCH_DTYPES[name])
+    tensor = torch.randn(3, 5).to(FUSIBLE_DTYPES[name])
     data = bytearray(to_bytes(tensor))
     assert len(data) == 15 * tensor.itemsize
     info = TensorInfo(name, (3, 5), 0, len(data))

@@ -77,6 +77,24 @@ def test_what_cannot_be_read_is_refused_with_its_place(
         read_texts(_write(tmp_path / name, content))
 
 
+def test_line_separators_inside_a_text_do_not_end_a_jsonl_line(tmp_path: Path) -> None:
+    texts = ["a\u2028b", "c\u0085d", "e\r\nf"]
+    lines = [json.dumps({"text": text}, ensure_ascii=False) for text in texts]
+    (tmp_path / "a.jsonl").write_text("\r\n".join(lines), encoding="utf-8", newline="")
+    assert read_texts(tmp_path / "a.jsonl") == texts
+
+
+@pytest.mark.parametrize(
+    "line",
+    ['{"text": ' + "9" * 5000 + "}", "[" * 100_000, '{"text": "\\ud800"}'],
+    ids=["number", "nesting", "half a character"],
+)
+def test_lines_that_no_text_can_come_from_are_refused(tmp_path: Path, line: str) -> None:
+    (tmp_path / "a.jsonl").write_text(line)
+    with pytest.raises(UsageError, match="line 1"):
+        read_texts(tmp_path / "a.jsonl")
+
+
 def test_a_missing_dataset_and_an_empty_folder_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no such dataset"):
         read_texts(tmp_path / "nowhere")
@@ -151,9 +169,9 @@ def test_calibration_text_names_its_source(
     assert default.windows(tokenizer).shape == (3, 128)
 
 
-def test_windows_that_pack_nothing_measure_nothing(tmp_path: Path) -> None:
+def test_a_window_holds_a_tile_of_predictions_that_see_a_packed_tile() -> None:
     settings = KVarNSettings(group_size=32, sink_tokens=64)
-    CalibrationText(None, "text", 1, 98, 0).check_length(settings)
-    with pytest.raises(UsageError, match="windows of 97 tokens measure nothing") as refused:
-        CalibrationText(None, "text", 1, 97, 0).check_length(settings)
-    assert "--sequence-length 98" in refused.value.hint
+    CalibrationText(None, "text", 1, 128, 0).check_length(settings)
+    with pytest.raises(UsageError, match="windows of 127 tokens measure too little") as refused:
+        CalibrationText(None, "text", 1, 127, 0).check_length(settings)
+    assert "--sequence-length 128" in refused.value.hint

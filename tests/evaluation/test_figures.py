@@ -14,6 +14,7 @@ def errors(method: str, packed: VectorSummary | None = SUMMARY) -> MethodErrors:
     return MethodErrors(
         method=method,
         num_windows=1,
+        first_position=0,
         sequence_length=256,
         bits_per_element=4.0,
         kl_mean=0.1,

@@ -27,8 +27,10 @@ def test_methods_are_measured_on_every_window_in_their_order(llama: PreTrainedMo
         [
             pseudo_decode(llama, record_exact(llama, window), METHODS[0])
             for window in windows.split(1)
-        ]
+        ],
+        first_position=160,
     )
+    assert {errors.first_position for errors in measured} == {160}
     assert kvarn.kl_mean == alone.kl_mean
     assert kvarn.keys == alone.keys
 

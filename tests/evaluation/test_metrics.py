@@ -59,6 +59,15 @@ def test_logit_metrics_are_over_all_predictions_of_all_windows(windows: list[Win
     assert errors.elapsed_seconds == 0.5
 
 
+def test_predictions_before_the_first_position_do_not_count(windows: list[WindowErrors]) -> None:
+    errors = summarize(windows, first_position=40)
+    assert errors.first_position == 40
+    counted = torch.cat([window.logits.kl[40:] for window in windows])
+    assert errors.kl_mean == pytest.approx(counted.mean().item())
+    assert errors.loss_method == pytest.approx(2 + counted.mean().item())
+    assert errors.top1_agreement == pytest.approx((counted < 0.5).float().mean().item())
+
+
 def test_attention_error_of_layers_is_over_affected_tokens(windows: list[WindowErrors]) -> None:
     errors = summarize(windows)
     assert errors.attention_mae == 2
