@@ -25,7 +25,7 @@ cat <<TEXT
 
 Done. What to do next:
   look at   $out/errors.png
-  convert   kvarn convert ORG/MODEL --output DIR      a model of yours; --dry-run shows the plan
-  compare   kvarn inspect-errors ORG/MODEL --method kvarn:k2v2_g128 --method kivi:k2v2_g128
-  publish   kvarn push-to-hub DIR ORG/NAME --private
+  convert   .venv/bin/kvarn convert ORG/MODEL --output DIR      a model of yours; --dry-run shows the plan
+  compare   .venv/bin/kvarn inspect-errors ORG/MODEL --method kvarn:k2v2_g128 --method kivi:k2v2_g128
+  publish   .venv/bin/kvarn push-to-hub DIR ORG/NAME --private
 TEXT
