@@ -20,6 +20,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from kvarn_cli.errors import CheckpointError, UnsupportedModelError, UsageError
+from kvarn_cli.model.config_file import check_config_file
 from kvarn_cli.model.shrunken import MODEL_CODE_ERRORS
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -64,12 +65,13 @@ def load_config(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedC
 
     Raises:
         UnsupportedModelError: transformers does not know the model type.
-        CheckpointError: there is none, or its values do not fit together.
+        CheckpointError: there is none, or its values are absurd or do not fit together.
     """
     if not (folder / "config.json").is_file():
         raise CheckpointError(
             f"{folder} holds no config.json", hint="name a folder that transformers can load"
         )
+    check_config_file(folder / "config.json")
     with quiet_transformers():
         try:
             config: PreTrainedConfig = AutoConfig.from_pretrained(
