@@ -20,6 +20,7 @@ from kvarn_cli.model.cache_layout import CacheLayout, find_cache_layout
 from kvarn_cli.model.layout import ModelLayout, check_dtypes, find_layout
 from kvarn_cli.model.loading import load_config, load_tokenizer
 from kvarn_cli.model.proof import Proof, prove_fusion
+from kvarn_cli.runtime.coverage import architecture_of
 from kvarn_cli.settings import KVarNSettings
 
 RotationPlace = Literal["fused", "online"]
@@ -101,7 +102,7 @@ class ConversionPlan:
         return {
             "model": self.source.name,
             "revision": self.source.revision,
-            "architecture": (checkpoint.config.get("architectures") or [None])[0],
+            "architecture": architecture_of(self.config),
             "cache_dtype": self.settings.cache_dtype,
             "rotation": "fused" if self.layout else "online",
             "proof": asdict(self.proof) if self.proof else None,
@@ -176,7 +177,7 @@ def plan_conversion(
         check_output(source.folder, output, overwrite=overwrite)
     config = load_config(source.folder, trust_remote_code=trust_remote_code)
     _refuse_converted(config.to_dict(), source)
-    cache = find_cache_layout(config.to_dict())
+    cache = find_cache_layout(config)
     if not cache.covered:
         raise UnsupportedModelError(
             f"{source.name} has no layer whose cache grows with the sequence: "
@@ -224,6 +225,6 @@ def _refuse_converted(config: dict[str, object], source: Source) -> None:
 
 def _find_layout(config: PreTrainedConfig, checkpoint: Checkpoint) -> ModelLayout:
     infos = {name: checkpoint.info(name) for name in checkpoint.weight_map}
-    layout = find_layout(config.to_dict(), {name: info.shape for name, info in infos.items()})
+    layout = find_layout(config, {name: info.shape for name, info in infos.items()})
     check_dtypes(layout, {name: info.dtype for name, info in infos.items()})
     return layout

@@ -4,18 +4,12 @@ import torch
 from torch import Tensor
 
 from kvarn_cli.checkpoint.safetensors_header import TensorInfo
-
-TORCH_DTYPES = {
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-}
+from kvarn_cli.model.layout import FUSIBLE_DTYPES
 
 
 def to_tensor(data: bytearray, info: TensorInfo) -> Tensor:
     """View the bytes of a float tensor as one; they are shared, not copied."""
-    return torch.frombuffer(data, dtype=TORCH_DTYPES[info.dtype]).reshape(info.shape)
+    return torch.frombuffer(data, dtype=FUSIBLE_DTYPES[info.dtype]).reshape(info.shape)
 
 
 def to_bytes(tensor: Tensor) -> memoryview:

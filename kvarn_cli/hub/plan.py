@@ -14,6 +14,7 @@ from typing import Any
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
+from kvarn_cli.checkpoint.checkpoint import CONFIG_NAME
 from kvarn_cli.checkpoint.strict_json import parse_object
 from kvarn_cli.errors import CheckpointError, HubError, UsageError
 from kvarn_cli.hub.card import ModelCardText, write_card
@@ -29,7 +30,6 @@ from kvarn_cli.progress import Report, silent
 MAX_FILE_BYTES = 50 * 10**9
 """The largest file the Hub takes, as its documentation says."""
 
-_CONFIG_NAME = "config.json"
 _HASH_CHUNK_BYTES = 4 * 2**20
 
 
@@ -99,8 +99,8 @@ def plan_push(folder: Path, repo_id: str, *, progress: Report = silent) -> PushP
     config, manifest_bytes = _read_metadata(folder)
     manifest = Manifest.from_json(manifest_bytes)
     records = {path: record for path, record in manifest.files.items() if path != MODEL_CARD_NAME}
-    if _CONFIG_NAME not in records:
-        raise CheckpointError(f"{MANIFEST_NAME} does not list {_CONFIG_NAME}")
+    if CONFIG_NAME not in records:
+        raise CheckpointError(f"{MANIFEST_NAME} does not list {CONFIG_NAME}")
     _check_sizes(folder, records)
     card = write_card(config, repo_id, _read_if_there(folder / MODEL_CARD_NAME))
     _check_hashes(folder, records, progress)
@@ -131,11 +131,11 @@ def _read_metadata(folder: Path) -> tuple[KVarNConfig, bytes]:
         raise CheckpointError(
             f"{folder} is half-written", hint="run kvarn convert again, it makes the folder whole"
         )
-    config = _read_if_there(folder / _CONFIG_NAME)
-    block = _parse_block(config, folder / _CONFIG_NAME) if config is not None else None
+    config = _read_if_there(folder / CONFIG_NAME)
+    block = _parse_block(config, folder / CONFIG_NAME) if config is not None else None
     if block is None:
         raise UsageError(
-            f"{folder} is not a converted model: its {_CONFIG_NAME} has no kvarn_config",
+            f"{folder} is not a converted model: its {CONFIG_NAME} has no kvarn_config",
             hint="convert it first: kvarn convert MODEL --output DIR",
         )
     manifest = _read_if_there(folder / MANIFEST_NAME)

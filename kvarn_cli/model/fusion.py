@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from kvarn_cli.errors import CheckpointError, UnsupportedModelError
-from kvarn_cli.model.layout import ONLINE_HINT, ModelLayout
+from kvarn_cli.model.layout import FUSIBLE_DTYPES, ONLINE_HINT, ModelLayout
 from kvarn_cli.quantization.hadamard import fused_rotation, rotate
 
 TensorRotation = Callable[[Tensor], Tensor]
@@ -117,7 +117,7 @@ def tensor_rotations(
 def _checked(
     name: str, turn: Callable[[Tensor, Tensor], Tensor], rotation: Tensor, tensor: Tensor
 ) -> Tensor:
-    if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
+    if tensor.dtype not in FUSIBLE_DTYPES.values():
         raise UnsupportedModelError(
             f"{name} has dtype {tensor.dtype}; only float16, bfloat16, float32 and float64 "
             "weights can be rotated",

@@ -11,12 +11,21 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
 
 from kvarn_cli.errors import UnsupportedModelError
 from kvarn_cli.model.cache_layout import CacheLayout, LeftOutLayer, find_cache_layout
+from kvarn_cli.runtime.coverage import positive_number
 
-FUSIBLE_DTYPES = ("F16", "BF16", "F32", "F64")
+FUSIBLE_DTYPES = {
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+}
+"""The dtypes whose tensors can be rotated, by their name in safetensors."""
 
 ONLINE_HINT = "use --rotation online, which changes no weight"
 _ATTENTION = re.compile(r"(?P<prefix>(?:.*\.)?)layers\.(?P<index>\d+)\.self_attn\.(?P<part>.+)")
@@ -78,7 +87,7 @@ class ModelLayout:
         return self.cache.left_out
 
 
-def find_layout(config: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]]) -> ModelLayout:
+def find_layout(config: PreTrainedConfig, tensors: Mapping[str, tuple[int, ...]]) -> ModelLayout:
     """Find V and O of every decoder layer, or say what stands in the way of fusing them.
 
     Args:
@@ -94,7 +103,7 @@ def find_layout(config: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]
     _refuse_quantized(config)
     blocks = _attention_blocks(tensors)
     prefix = _decoder_prefix(blocks, tensors, cache.num_layers)
-    hidden_size = config["hidden_size"]
+    hidden_size = positive_number(config, "hidden_size")
     layers = []
     for index in range(cache.num_layers):
         block = f"{prefix}layers.{index}.self_attn."
@@ -123,8 +132,9 @@ def check_dtypes(layout: ModelLayout, dtypes: Mapping[str, str]) -> None:
                 )
 
 
-def _refuse_quantized(config: Mapping[str, Any]) -> None:
-    quantization = config.get("quantization_config") or config.get("compression_config")
+def _refuse_quantized(config: PreTrainedConfig) -> None:
+    values = config.to_dict()
+    quantization = values.get("quantization_config") or values.get("compression_config")
     if not quantization:
         return
     method = quantization.get("quant_method") or quantization.get("quant_algo") or "unnamed"

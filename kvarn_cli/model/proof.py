@@ -52,7 +52,6 @@ class Proof:
     Attributes:
         architecture: class of the model that was run.
         head_dim: width of the rotation that was fused.
-        num_tensors: fused tensors of the shrunken instance, each with its own control.
         tolerance: what `largest_difference` had to stay under.
         largest_difference: largest change of a logit by the fusion.
         smallest_control: smallest change when one fused tensor was left unrotated.
@@ -62,7 +61,6 @@ class Proof:
 
     architecture: str
     head_dim: int
-    num_tensors: int
     tolerance: float
     largest_difference: float
     smallest_control: float
@@ -92,9 +90,7 @@ def prove_fusion(
         small = shrink_config(config)
         model = build_random_model(small, seed=_SEED, trust_remote_code=trust_remote_code)
         weights = model.state_dict()
-        layout = find_layout(
-            small.to_dict(), {name: tuple(weight.shape) for name, weight in weights.items()}
-        )
+        layout = find_layout(small, {name: tuple(weight.shape) for name, weight in weights.items()})
         for layer in layout.layers:
             for name in layer.value_tensors:
                 weights[name].mul_(_VALUE_SCALE)
@@ -132,7 +128,6 @@ def prove_fusion(
     return Proof(
         architecture=type(model).__name__,
         head_dim=layout.cache.head_dim,
-        num_tensors=len(controls),
         tolerance=tolerance,
         largest_difference=difference,
         smallest_control=controls[weakest],
@@ -151,6 +146,12 @@ def _logits(model: PreTrainedModel, mode: Float64Mode) -> Tensor:
         raise UnsupportedModelError(
             f"a small instance of {type(model).__name__} does not run: {error}", hint=ONLINE_HINT
         ) from error
+    if not logits.isfinite().all():
+        raise UnsupportedModelError(
+            f"a small random instance of {type(model).__name__} computes NaN or infinity, so "
+            "nothing can be proven",
+            hint="a number in config.json may be wrong, such as rms_norm_eps or rope_theta",
+        )
     return logits
 
 

@@ -65,7 +65,7 @@ def shrink_config(config: PreTrainedConfig) -> PreTrainedConfig:
     for name, value in vars(config).items():
         if name.endswith("intermediate_size") and isinstance(value, int):
             setattr(small, name, min(value, _INTERMEDIATE_SIZE))
-        elif name.endswith("_token_id") and value is not None:
+        elif name.endswith("_token_id"):
             setattr(small, name, _clamp_ids(value))
     return small
 
@@ -117,7 +117,7 @@ def _keep_layers(config: PreTrainedConfig) -> None:
 def _clamp_ids(value: Any) -> Any:
     if isinstance(value, list):
         return [_clamp_ids(item) for item in value]
-    return min(value, VOCAB_SIZE - 1)
+    return min(value, VOCAB_SIZE - 1) if isinstance(value, int) else value
 
 
 def _draw(model: nn.Module, generator: torch.Generator) -> None:

@@ -64,13 +64,11 @@ class WeightCheck:
             Y = Σ_q W_O[:, q] (W_V[h] X + b_V[h]): the attention block's output, before b_O, for
             a token that attends to itself alone.
         layer: the layer where it occurs.
-        largest_share: largest share of the allowed rounding that a head used, at most 1.
         warnings: heads that are all zero and so could not be checked.
     """
 
     largest_change: float
     layer: int
-    largest_share: float
     warnings: tuple[str, ...]
 
 
@@ -96,7 +94,6 @@ def check_weights(
     return WeightCheck(
         largest_change=worst.largest_change,
         layer=worst.layer,
-        largest_share=max(check.largest_share for check in checks),
         warnings=tuple(warning for check in checks for warning in check.warnings),
     )
 
@@ -140,7 +137,8 @@ def _check_layer(
     layer: AttentionLayer, read: TensorReader, read_fused: TensorReader
 ) -> WeightCheck:
     output = change = torch.zeros(1, dtype=torch.float64)
-    rounding_squared = size_squared = largest_share = 0.0
+    rounding_squared = size_squared = 0.0
+    alive = False
     warnings: dict[str, None] = {}
     heads = zip(_heads(layer, read), _heads(layer, read_fused), strict=True)
     for query_head, (head, fused) in enumerate(heads):
@@ -163,10 +161,10 @@ def _check_layer(
                 )
             rounding_squared += rounding
             size_squared += float(column_size @ energy)
-            largest_share = max(largest_share, distance / allowed if distance else 0.0)
+            alive = alive or bool(before.any() and old_output_weight.any())
             output = output + old
             change = change + difference
-    if rounding_squared > LARGEST_ROUNDING**2 * size_squared:
+    if alive and rounding_squared > LARGEST_ROUNDING**2 * size_squared:
         raise UnsupportedModelError(
             f"layer {layer.index}: V and o_proj are so small that rounding them to "
             f"{head.output_weight.dtype} would change the layer's output",
@@ -176,7 +174,6 @@ def _check_layer(
     return WeightCheck(
         largest_change=float(change.norm()) / size if size else 0.0,
         layer=layer.index,
-        largest_share=largest_share,
         warnings=tuple(warnings),
     )
 

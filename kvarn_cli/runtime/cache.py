@@ -189,9 +189,8 @@ class KVarNCache(Cache):
         covered: indices of the layers to pack; None means every full-attention layer.
 
     Raises:
-        SettingsError: no record holds the model's head_dim.
-        UnsupportedModelError: the model keeps no K and V per layer, or `covered` names a layer
-            without full attention.
+        UnsupportedModelError: the model keeps no K and V per layer, its heads have a width that
+            no record holds, or `covered` names a layer without full attention.
     """
 
     def __init__(

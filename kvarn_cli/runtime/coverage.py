@@ -1,9 +1,40 @@
-"""Which layers of a model a packed cache covers, judged from its configuration alone."""
+"""Which layers of a model a packed cache covers, and how wide a head is, by configuration alone.
+
+This is the one place that decides both; conversion, measurement and the cache ask here. Which
+layers keep a cache that grows with the sequence is transformers' own answer, since its model code
+acts on it.
+"""
+
+from collections.abc import Mapping
+from typing import Any
 
 from transformers import DynamicCache, PreTrainedConfig
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    DummyLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionLayer,
+)
 
 from kvarn_cli.errors import UnsupportedModelError
+from kvarn_cli.settings import HEAD_DIMS
+
+_OTHER_CACHES = {
+    "kv_lora_rank": "the cache holds a latent (MLA), not keys and values",
+    "is_heterogeneous": "layers differ in their shapes",
+    "global_head_dim": "layers differ in their head width",
+    "swa_head_dim": "layers differ in their head width",
+    "v_head_dim": "K and V may differ in their head width",
+    "num_kv_shared_layers": "some layers read the cache of another layer",
+    "kv_sharing_modes": "some layers read the cache of another layer",
+    "attention_k_eq_v": "some layers use K as V",
+    "multi_query": "the number of KV heads is not num_key_value_heads",
+}
+_EXACT_LAYERS: Mapping[type, str] = {
+    DynamicSlidingWindowLayer: "attention through a window; backends keep its cache exact",
+    LinearAttentionLayer: "its state has a fixed size; it has no KV cache",
+    DummyLayer: "it has no KV cache",
+}
 
 
 def covered_layers(config: PreTrainedConfig, *, cover_sliding: bool = False) -> tuple[int, ...]:
@@ -19,30 +50,94 @@ def covered_layers(config: PreTrainedConfig, *, cover_sliding: bool = False) -> 
     Raises:
         UnsupportedModelError: the model caches something other than one K and one V per layer.
     """
-    text_config = config.get_text_config(decoder=True)
-    _refuse_other_caches(text_config)
     kinds = {DynamicLayer, DynamicSlidingWindowLayer} if cover_sliding else {DynamicLayer}
-    layers = DynamicCache(config=text_config).layers
-    return tuple(index for index, layer in enumerate(layers) if type(layer) in kinds)
+    return tuple(index for index, kind in enumerate(_layer_kinds(config)) if kind in kinds)
+
+
+def left_out_layers(config: PreTrainedConfig) -> dict[int, str]:
+    """Why each of the other layers keeps its cache as it is, by index.
+
+    Raises:
+        UnsupportedModelError: as for `covered_layers`.
+    """
+    return {
+        index: _EXACT_LAYERS.get(kind, f"its cache is transformers' {kind.__name__}")
+        for index, kind in enumerate(_layer_kinds(config))
+        if kind is not DynamicLayer
+    }
 
 
 def attention_head_dim(config: PreTrainedConfig) -> int:
-    """Width of one attention head: the configuration's own value, else hidden size / heads."""
+    """Width of one attention head: the configuration's own value, else hidden size / heads.
+
+    Raises:
+        UnsupportedModelError: no packed cache takes this width, or the configuration has none.
+    """
     text_config = config.get_text_config(decoder=True)
     head_dim = getattr(text_config, "head_dim", None)
-    return int(head_dim or text_config.hidden_size // text_config.num_attention_heads)
+    if head_dim is None:
+        hidden_size = positive_number(text_config, "hidden_size")
+        num_heads = positive_number(text_config, "num_attention_heads")
+        if hidden_size % num_heads:
+            raise UnsupportedModelError(
+                f"config.json gives no head_dim, and hidden_size {hidden_size} is no multiple of "
+                f"{num_heads} heads"
+            )
+        head_dim = hidden_size // num_heads
+    if head_dim in HEAD_DIMS:
+        return int(head_dim)
+    raise UnsupportedModelError(
+        f"head_dim is {head_dim}; KVarN caches take {', '.join(map(str, HEAD_DIMS))}",
+        hint=f"{_nearest(head_dim)}--rotation online does not help, since K is rotated by a "
+        "Hadamard matrix of the same width",
+    )
 
 
-def _refuse_other_caches(text_config: PreTrainedConfig) -> None:
-    name = text_config.model_type
-    if getattr(text_config, "kv_lora_rank", None) is not None:
+def positive_number(config: PreTrainedConfig, name: str) -> int:
+    """A whole number above 0 from a configuration.
+
+    Raises:
+        UnsupportedModelError: it is missing or something else.
+    """
+    value: Any = getattr(config, name, None)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise UnsupportedModelError(
-            f"{name} caches a latent (multi-head latent attention) instead of keys and values",
-            hint="models with grouped or plain multi-head attention work",
+            f"{architecture_of(config)} has {name} {value!r} in its configuration; "
+            "a positive number is needed",
+            hint="supported are Llama-like configurations: Llama, Mistral, Qwen2, Qwen3",
         )
-    sharing = getattr(text_config, "kv_sharing_modes", None) or ()
-    if "reuse" in sharing:
+    return value
+
+
+def architecture_of(config: PreTrainedConfig) -> str:
+    """The name of the model's class, or of its type where the configuration names no class."""
+    architectures: Any = config.architectures
+    if isinstance(architectures, list) and architectures and isinstance(architectures[0], str):
+        return architectures[0]
+    return str(config.model_type or "the model")
+
+
+def _layer_kinds(config: PreTrainedConfig) -> list[type]:
+    text_config = config.get_text_config(decoder=True)
+    for key, meaning in _OTHER_CACHES.items():
+        if getattr(text_config, key, None):
+            raise UnsupportedModelError(
+                f"{architecture_of(text_config)} has {key} in its configuration: {meaning}",
+                hint="supported are decoders with one KV cache shape in all layers, such as "
+                "Llama, Mistral, Qwen2 and Qwen3",
+            )
+    positive_number(text_config, "num_hidden_layers")
+    try:
+        return [type(layer) for layer in DynamicCache(config=text_config).layers]
+    except KeyError as error:
         raise UnsupportedModelError(
-            f"layer {list(sharing).index('reuse')} of {name} attends to another layer's cache",
-            hint="models whose layers each have keys and values of their own work",
-        )
+            f"{architecture_of(text_config)} has layers of type {error}, whose cache is not known"
+        ) from error
+
+
+def _nearest(head_dim: object) -> str:
+    if not isinstance(head_dim, int):
+        return ""
+    distance = min(abs(width - head_dim) for width in HEAD_DIMS)
+    nearest = [str(width) for width in HEAD_DIMS if abs(width - head_dim) == distance]
+    return f"nearest is a model with head_dim {' or '.join(nearest)}; "

@@ -27,7 +27,7 @@ def test_the_summary_tells_the_plan(llama):
     assert len(summary["tensors_rotated"]) == 4
     assert summary["bytes_rotated"] == 2 * (64 * 128 + 128 * 128) * 4
     assert summary["bytes_copied"] == (llama / "model.safetensors").stat().st_size
-    assert summary["proof"]["num_tensors"] == 4
+    assert summary["proof"]["head_dim"] == 32
     heads, tokens, head_dim = 4, 32_768, 32
     cache = summary["cache_bytes"]["32768"]
     assert cache["float16"] == heads * tokens * 2 * head_dim * 2

@@ -22,7 +22,7 @@ def model(family: str) -> PreTrainedModel:
 def layout_of() -> Callable[[PreTrainedModel], ModelLayout]:
     def layout_of(model: PreTrainedModel) -> ModelLayout:
         shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-        return find_layout(model.config.to_dict(), shapes)
+        return find_layout(model.config, shapes)
 
     return layout_of
 

@@ -5,7 +5,7 @@ from kvarn_cli.errors import UnsupportedModelError
 from kvarn_cli.model.cache_layout import find_cache_layout
 from kvarn_cli.model.layout import check_dtypes, find_layout
 
-CONFIG = tiny_config("qwen2").to_dict()
+CONFIG = tiny_config("qwen2")
 WIDE, NARROW, HIDDEN = 128, 64, 128
 
 
@@ -128,7 +128,7 @@ def test_refuses_foreign_names():
     ("quantization", "named"), [({"quant_method": "awq"}, "awq"), ({"quant_algo": "FP8"}, "FP8")]
 )
 def test_refuses_quantized_weights_but_offers_online_rotation(quantization, named):
-    config = CONFIG | {"quantization_config": quantization}
+    config = tiny_config("qwen2", quantization_config=quantization)
     with pytest.raises(UnsupportedModelError, match=named) as caught:
         find_layout(config, TENSORS)
     assert "--rotation online" in caught.value.hint

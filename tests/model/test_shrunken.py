@@ -50,6 +50,13 @@ def test_token_ids_fit_the_vocabulary():
     assert small.pad_token_id == VOCAB_SIZE - 1
 
 
+@pytest.mark.parametrize("odd", ["a word", {"a": 1}, [None, 299, "b"], 2.5, None])
+def test_token_ids_that_are_no_numbers_are_left_alone(odd):
+    small = shrink_config(tiny_config("llama", image_token_id=odd))
+    expected = [None, VOCAB_SIZE - 1, "b"] if isinstance(odd, list) else odd
+    assert small.image_token_id == expected
+
+
 def test_everything_is_drawn_in_float64(family):
     model = build_random_model(shrink_config(tiny_config(family)), seed=0, trust_remote_code=False)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:

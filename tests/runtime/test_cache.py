@@ -14,7 +14,7 @@ from decoding import (
 )
 from transformers import DynamicCache, PreTrainedModel
 
-from kvarn_cli.errors import SettingsError, UnsupportedModelError, UsageError
+from kvarn_cli.errors import UnsupportedModelError, UsageError
 from kvarn_cli.runtime.cache import KVarNCache, KVarNLayer
 from kvarn_cli.settings import KVarNSettings
 
@@ -286,7 +286,7 @@ def test_a_layer_without_full_attention_cannot_be_packed(settings: KVarNSettings
 
 def test_a_head_width_that_no_record_holds_is_refused(settings: KVarNSettings) -> None:
     model = calm_model("llama", head_dim=48)
-    with pytest.raises(SettingsError, match="head_dim is 48"):
+    with pytest.raises(UnsupportedModelError, match="head_dim is 48"):
         KVarNCache(model.config, settings)
 
 

@@ -14,7 +14,7 @@ def fuse(model: PreTrainedModel) -> PreTrainedModel:
     fused = copy.deepcopy(model)
     tensors = fused.state_dict()
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    layout = find_layout(model.config.to_dict(), shapes)
+    layout = find_layout(model.config, shapes)
     with torch.no_grad():
         for name, rotation in tensor_rotations(layout).items():
             tensors[name].copy_(rotation(tensors[name]))
