@@ -18,7 +18,6 @@ from transformers import (
 from kvarn_cli.checkpoint.checkpoint import loadable_folder, open_checkpoint
 from kvarn_cli.checkpoint.source import fetch_weights, resolve_source
 from kvarn_cli.errors import CheckpointError, UsageError
-from kvarn_cli.metadata import KVarNConfig
 from kvarn_cli.model.loading import (
     check_token_ids,
     load_config,
@@ -30,6 +29,7 @@ from kvarn_cli.model.loading import (
 )
 from kvarn_cli.model.shrunken import MODEL_CODE_ERRORS
 from kvarn_cli.runtime.cache import KVarNCache
+from kvarn_cli.runtime.description import described_cache
 from kvarn_cli.settings import DEFAULT_PRESET, KVarNSettings
 
 _STOPS = ("eos_token_id", "pad_token_id")
@@ -119,7 +119,7 @@ def generate_text(
         model_name, revision=revision, token=token, cache_dir=cache_dir, weights=False
     )
     config = load_config(source.folder, trust_remote_code=trust_remote_code)
-    if settings is None and KVarNConfig.from_config_dict(config.to_dict()) is None:
+    if settings is None and described_cache(config) is None:
         raise UsageError(
             f"{source.name} is not converted, so its cache has no settings",
             hint=f"convert it, or pass --preset {DEFAULT_PRESET}",

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedConfig
 
 from kvarn_cli.checkpoint.checkpoint import loadable_folder, open_checkpoint
@@ -13,13 +14,15 @@ from kvarn_cli.errors import UnsupportedModelError
 from kvarn_cli.evaluation.calibration import CalibrationText
 from kvarn_cli.evaluation.measurement import measure_methods
 from kvarn_cli.evaluation.metrics import MethodErrors
-from kvarn_cli.metadata import KVarNConfig
+from kvarn_cli.evaluation.rehearsal import rehearse
+from kvarn_cli.metadata import Rotation
 from kvarn_cli.model.loading import check_token_ids, load_config, load_model, load_tokenizer
 from kvarn_cli.progress import Report, silent
-from kvarn_cli.quantization.hadamard import fused_rotation
-from kvarn_cli.quantization.methods import Exact, KVarN, Method, parse_method
+from kvarn_cli.quantization.hadamard import rotation_matrix
+from kvarn_cli.quantization.methods import KIVI, Exact, KVarN, Method, QuaRot, parse_method
 from kvarn_cli.runtime.coverage import attention_head_dim, covered_layers
-from kvarn_cli.settings import DEFAULT_PRESET, HEAD_DIMS
+from kvarn_cli.runtime.description import described_cache
+from kvarn_cli.settings import DEFAULT_PRESET, KVarNSettings
 
 SCHEMA = "kvarn.errors/1"
 
@@ -85,6 +88,7 @@ def inspect_model(
     Raises:
         UsageError: a spec is wrong, or the text or its windows are too short.
         UnsupportedModelError: the model's cache cannot be measured.
+        CheckpointError: a file is broken, or describes another model.
         HubError: the download failed.
     """
     methods = [parse_method(spec) for spec in specs]
@@ -92,16 +96,17 @@ def inspect_model(
         model_name, revision=revision, token=token, cache_dir=cache_dir, weights=False
     )
     config = load_config(source.folder, trust_remote_code=trust_remote_code)
-    block = KVarNConfig.from_config_dict(config.to_dict())
-    head_dim = _checked_head_dim(config)
+    block = described_cache(config)
+    _refuse_nothing_to_measure(config)
     fused = block is not None and block.fused
     if not methods:
-        preset = block.cache.settings.name if block else DEFAULT_PRESET
-        methods = [parse_method(f"{name}:{preset}") for name in ("kvarn", "quarot", "kivi")]
+        settings = block.cache.settings if block else KVarNSettings.from_name(DEFAULT_PRESET)
+        methods = [method.from_settings(settings) for method in (KVarN, QuaRot, KIVI)]
     for method in methods:
         if not isinstance(method, Exact):
             text.check_length(method.settings)
     windows = text.windows(load_tokenizer(source.folder, trust_remote_code=trust_remote_code))
+    rehearse(config, trust_remote_code=trust_remote_code)
     fetch_weights(source, token=token, cache_dir=cache_dir)
     with loadable_folder(open_checkpoint(source.folder)) as folder:
         model = load_model(folder, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
@@ -110,7 +115,8 @@ def inspect_model(
         model,
         windows,
         [_on_this_model(method, fused=fused) for method in methods],
-        fused_rotation=fused_rotation(head_dim) if fused else None,
+        fused_rotation=_matrix(block.rotations.value) if block and fused else None,
+        covered=block.layers.covered if block else None,
         report=report,
     )
     return ErrorReport(
@@ -129,17 +135,16 @@ def inspect_model(
     )
 
 
-def _checked_head_dim(config: PreTrainedConfig) -> int:
+def _refuse_nothing_to_measure(config: PreTrainedConfig) -> None:
     if not covered_layers(config):
         raise UnsupportedModelError(
             f"no layer of {config.model_type} keeps a cache that grows with the sequence"
         )
-    head_dim = attention_head_dim(config)
-    if head_dim not in HEAD_DIMS:
-        raise UnsupportedModelError(
-            f"head_dim is {head_dim}; rotations take {', '.join(map(str, HEAD_DIMS))}"
-        )
-    return head_dim
+    attention_head_dim(config)
+
+
+def _matrix(rotation: Rotation) -> Tensor:
+    return rotation_matrix(rotation.head_dim, rotation.signs)
 
 
 def _on_this_model(method: Method, *, fused: bool) -> Method:

@@ -20,8 +20,12 @@ MANIFEST_NAME = "kvarn_manifest.json"
 MODEL_CARD_NAME = "README.md"
 
 
+_LayerKey = Annotated[int, Field(ge=0, strict=False)]
+"""JSON has no keys but strings."""
+
+
 class _Block(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class BaseModelReference(_Block):
@@ -102,8 +106,10 @@ class Layers(_Block):
 class Application(_Block):
     """One place where a rotation is applied."""
 
-    targets: list[str] = Field(description="module names")
-    location: Literal["weight_output", "weight_input", "q_attn", "k_cache", "v_cache", "output"] = (
+    targets: list[str] = Field(
+        description="modules, named as in the checkpoint; re: starts a regular expression"
+    )
+    location: Literal["weight_output", "weight_input", "input", "q_attn", "k_cache", "v_cache"] = (
         Field(description="as in compressed-tensors; v_cache is this format's own addition")
     )
     inverse: bool = False
@@ -133,12 +139,24 @@ class Rotation(_Block):
             raise ValueError(f"signs has {len(self.signs)} entries for head_dim {self.head_dim}")
         return self
 
+    @model_validator(mode="after")
+    def _engines_apply_plain_h(self) -> Self:
+        if self.where == "online" and self.signs is not None:
+            raise ValueError("signs must be null: engines apply H itself")
+        return self
+
 
 class Rotations(_Block):
     """The rotations of K (and Q) and of V."""
 
     key: Rotation
     value: Rotation
+
+    @model_validator(mode="after")
+    def _keys_are_rotated_online(self) -> Self:
+        if self.key.where != "online":
+            raise ValueError("K cannot be fused: RoPE stands between W_K and the cache")
+        return self
 
 
 class ProofRecord(_Block):
@@ -170,7 +188,7 @@ class EngineErrors(_Block):
     loss_original: float = Field(description="next-token loss of the original, nats")
     loss_quantized: float
     attention_mae: float = Field(description="mean absolute error of the attention output")
-    attention_mae_by_layer: dict[int, float]
+    attention_mae_by_layer: dict[_LayerKey, float]
 
 
 class Thresholds(_Block):
@@ -226,6 +244,16 @@ class KVarNConfig(_Block):
     def fused(self) -> bool:
         """Whether V's rotation is already in the weights."""
         return self.rotations.value.where == "fused"
+
+    @model_validator(mode="after")
+    def _has_one_head_width(self) -> Self:
+        for name, rotation in (("key", self.rotations.key), ("value", self.rotations.value)):
+            if rotation.head_dim != self.cache.head_dim:
+                raise ValueError(
+                    f"rotations.{name} has head_dim {rotation.head_dim}, the cache "
+                    f"{self.cache.head_dim}"
+                )
+        return self
 
     @classmethod
     def from_config_dict(cls, config: Mapping[str, Any]) -> Self | None:

@@ -1,19 +1,24 @@
 import dataclasses
 import json
 import math
+import shutil
 
 import pytest
 import torch
 from awkward_checkpoint import CALIBRATION_TEXT, edit_config
 from conversions import convert
-from tiny_models import build_tiny_checkpoint
+from safetensors.torch import load_file, save_file
+from tiny_models import build_tiny_checkpoint, tiny_tokenizer
+from transformers import Gemma2Config
 
 from kvarn_cli.errors import CheckpointError, SettingsError, UnsupportedModelError, UsageError
 from kvarn_cli.evaluation.calibration import CalibrationText
 from kvarn_cli.evaluation.measurement import measure_methods
 from kvarn_cli.inspection import inspect_model
+from kvarn_cli.model.fusion import tensor_rotations
+from kvarn_cli.model.layout import find_layout
 from kvarn_cli.model.loading import load_model, load_tokenizer
-from kvarn_cli.quantization.hadamard import fused_rotation
+from kvarn_cli.quantization.hadamard import fused_rotation, hadamard_matrix
 from kvarn_cli.quantization.methods import parse_method
 
 CPU = torch.device("cpu")
@@ -138,3 +143,76 @@ def test_a_broken_description_is_refused(tmp_path, text):
     edit_config(llama, kvarn_config={"format_version": 1})
     with pytest.raises(CheckpointError, match="kvarn_config is broken"):
         inspect(llama, text, "exact")
+
+
+def edit_block(folder, copy, **changes):
+    """A copy of a converted folder with another description."""
+    shutil.copytree(folder, copy)
+    block = json.loads((copy / "config.json").read_text())["kvarn_config"]
+    for path, value in changes.items():
+        *parents, key = path.split("__")
+        part = block
+        for parent in parents:
+            part = part[parent]
+        part[key] = value
+    edit_config(copy, kvarn_config=block)
+    return copy
+
+
+def test_the_default_methods_take_the_settings_of_the_conversion(converted, tmp_path, text):
+    other = {"cache__iterations": 2, "cache__sink_tokens": 64, "cache__std_min": 0.5}
+    folder = edit_block(converted, tmp_path / "other", **other)
+    labels = [result.method for result in inspect(folder, text).results]
+    assert labels == [
+        "kvarn:k2v2_g32,sink_tokens=64,iterations=2,std_min=0.5",
+        "quarot:k2v2_g32,sink_tokens=64",
+        "kivi:k2v2_g32,sink_tokens=64",
+    ]
+
+
+def test_the_rotation_is_the_one_that_is_described(llama, tmp_path, text):
+    """A model fused with plain H costs KIVI as much as the original does."""
+    folder = convert(llama, tmp_path / "plain", preset="k2v2_g32").output
+    model = load_model(llama, dtype=torch.float32, device=CPU)
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    rotations = tensor_rotations(find_layout(model.config, shapes), hadamard_matrix(32))
+    tensors = load_file(llama / "model.safetensors")
+    for name, rotate in rotations.items():
+        tensors[name] = rotate(tensors[name])
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    plain = edit_block(folder, tmp_path / "described", rotations__value__signs=None)
+    spec = "kivi:k2v2_g32"
+    original, honoured, mistaken = (
+        inspect(it, text, spec).results[0].values.direction for it in (llama, plain, folder)
+    )
+    assert honoured == pytest.approx(original, rel=1e-3)
+    assert mistaken != pytest.approx(original, rel=1e-2)
+
+
+def test_only_the_described_layers_are_quantized(converted, tmp_path, text):
+    folder = edit_block(converted, tmp_path / "second", layers__covered=[1])
+    (errors,) = inspect(folder, text, "kivi:k2v2_g32").results
+    assert errors.attention_mae_by_layer[0] == 0
+    assert errors.attention_mae_by_layer[1] > 0
+
+
+def test_the_description_of_another_model_is_refused(converted, tmp_path, text):
+    folder = edit_block(converted, tmp_path / "wide")
+    edit_config(folder, head_dim=64)
+    with pytest.raises(CheckpointError, match="describes heads 32 wide, the model's are 64"):
+        inspect(folder, text, "exact")
+
+
+def test_attention_that_cannot_be_measured_is_refused_before_the_weights_are_read(tmp_path, text):
+    config = Gemma2Config(
+        num_hidden_layers=2,
+        hidden_size=64,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        vocab_size=300,
+    )
+    config.save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match="Gemma2Attention uses softcap"):
+        inspect(tmp_path, text, "exact")

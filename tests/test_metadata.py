@@ -1,6 +1,7 @@
 import json
 
 import pytest
+from converted_folder import calibration
 from pydantic import ValidationError
 
 from kvarn_cli.errors import CheckpointError
@@ -23,7 +24,7 @@ def block():
         "base_model": {"name": "org/model", "revision": None, "index_sha256": "0" * 64},
         "cache": CacheFormat.from_settings(SETTINGS, 64).model_dump(),
         "layers": {"covered": [0, 1], "left_out": [{"layer": 2, "reason": "sliding window"}]},
-        "rotations": {"key": rotation | {"where": "online"}, "value": rotation},
+        "rotations": {"key": rotation | {"where": "online", "signs": None}, "value": rotation},
         "proof": None,
         "calibration": None,
     }
@@ -59,6 +60,16 @@ def test_an_unknown_format_version_is_refused_by_name(version):
         (("rotations", "value", "normalized"), False, "normalized"),
         (("layers", "covered"), "all", "layers.covered"),
         (("surprise",), 1, "surprise"),
+        (("cache", "key_bits"), "2", "cache.key_bits"),
+        (("cache", "key_bits"), 2.0, "cache.key_bits"),
+        (("cache", "sink_tokens"), True, "cache.sink_tokens"),
+        (("cache", "std_min"), "0.001", "cache.std_min"),
+        (("layers", "covered"), ["0"], "layers.covered.0"),
+        (("kvarn_version",), 1, "kvarn_version"),
+        (("rotations", "key", "signs"), "+" * 64, "engines apply H itself"),
+        (("rotations", "key", "where"), "fused", "K cannot be fused"),
+        (("rotations", "value", "apply", 0, "location"), "output", "location"),
+        (("rotations", "value", "apply", 0, "inverse"), "no", "inverse"),
     ],
 )
 def test_a_broken_block_is_refused_with_its_place(path, value, message):
@@ -89,3 +100,30 @@ def test_a_manifest_names_only_files_inside_the_folder(path):
 def test_signs_are_only_plus_and_minus():
     with pytest.raises(ValidationError, match="signs"):
         Rotation(signs="+1", head_dim=2, where="online", apply=[])
+
+
+@pytest.mark.parametrize("name", ["key", "value"])
+def test_a_block_has_one_head_width(name):
+    broken = block()
+    broken["rotations"][name] |= {"head_dim": 32, "signs": None}
+    with pytest.raises(CheckpointError, match=f"{name} has head_dim 32, the cache 64"):
+        KVarNConfig.from_config_dict({"kvarn_config": broken})
+
+
+def test_layers_are_keys_of_json_objects():
+    measured = calibration().model_dump(mode="json")
+    measured["engines"][0]["attention_mae_by_layer"] = {"0": 0.5, "12": 0.25}
+    text = json.dumps({"kvarn_config": block() | {"calibration": measured}})
+    config = KVarNConfig.from_config_dict(json.loads(text))
+    assert config.calibration.engines[0].attention_mae_by_layer == {0: 0.5, 12: 0.25}
+    measured["engines"][0]["attention_mae_by_layer"] = {"last": 0.5}
+    with pytest.raises(CheckpointError, match="attention_mae_by_layer"):
+        KVarNConfig.from_config_dict({"kvarn_config": block() | {"calibration": measured}})
+
+
+@pytest.mark.parametrize("size", ["4", 4.0, True])
+def test_a_manifest_counts_bytes_in_whole_numbers(size):
+    files = {"config.json": {"size_bytes": size, "sha256": "0" * 64}}
+    manifest = {"format_version": 1, "kvarn_version": "0.1.0", "files": files}
+    with pytest.raises(CheckpointError, match="size_bytes"):
+        Manifest.from_json(json.dumps(manifest))

@@ -1,5 +1,7 @@
 """The `kvarn_config` block of a finished conversion."""
 
+from collections.abc import Iterable
+
 from kvarn_cli import __version__
 from kvarn_cli.conversion.plan import ConversionPlan
 from kvarn_cli.metadata import (
@@ -17,7 +19,8 @@ from kvarn_cli.metadata import (
 from kvarn_cli.model.layout import ModelLayout
 from kvarn_cli.quantization.hadamard import bent_signs
 
-_ATTENTION_MODULES = [r"re:.*layers\.\d+\.self_attn$"]
+_ATTENTION = r"(?:self_)?att(?:ention|n)"
+_OUTPUT = r"(?:o_proj|out_proj|c_proj|dense|wo)"
 
 
 def describe(
@@ -25,6 +28,7 @@ def describe(
 ) -> KVarNConfig:
     """Describe the converted model completely enough to rebuild every matrix."""
     head_dim = plan.cache.head_dim
+    attention, output = _covered_modules(plan)
     return KVarNConfig(
         kvarn_version=__version__,
         base_model=BaseModelReference(
@@ -46,8 +50,8 @@ def describe(
                 head_dim=head_dim,
                 where="online",
                 apply=[
-                    Application(targets=_ATTENTION_MODULES, location="q_attn"),
-                    Application(targets=_ATTENTION_MODULES, location="k_cache"),
+                    Application(targets=attention, location="q_attn"),
+                    Application(targets=attention, location="k_cache"),
                 ],
             ),
             value=_fused_value_rotation(plan.layout, head_dim)
@@ -57,14 +61,40 @@ def describe(
                 head_dim=head_dim,
                 where="online",
                 apply=[
-                    Application(targets=_ATTENTION_MODULES, location="v_cache"),
-                    Application(targets=_ATTENTION_MODULES, location="output", inverse=True),
+                    Application(targets=attention, location="v_cache"),
+                    Application(targets=output, location="input", inverse=True),
                 ],
             ),
         ),
         proof=proof,
         calibration=calibration,
     )
+
+
+def attention_patterns(covered: Iterable[int]) -> tuple[str, str]:
+    """Targets that match the attention modules of these layers, and their output projections.
+
+    They know the names that transformers' decoders use.
+    """
+    layers = "|".join(map(str, covered))
+    attention = rf"re:(?:.*\.)?(?:{layers})\.{_ATTENTION}"
+    return f"{attention}$", rf"{attention}\.{_OUTPUT}$"
+
+
+def _covered_modules(plan: ConversionPlan) -> tuple[list[str], list[str]]:
+    """The attention modules of the covered layers, and their output projections.
+
+    Their names where V and O are known; otherwise one regular expression over the usual names.
+    """
+    if plan.layout is not None:
+        output = [
+            layer.output_weight.removesuffix(".weight")
+            for layer in plan.layout.layers
+            if layer.index in plan.cache.covered
+        ]
+        return [name.rpartition(".")[0] for name in output], output
+    attention_pattern, output_pattern = attention_patterns(plan.cache.covered)
+    return [attention_pattern], [output_pattern]
 
 
 def _fused_value_rotation(layout: ModelLayout, head_dim: int) -> Rotation:

@@ -1,6 +1,6 @@
 """Several methods on several windows, with one exact run in memory at a time."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -20,7 +20,7 @@ def measure_methods(
     *,
     fused_rotation: Tensor | None = None,
     step_tokens: int | None = None,
-    cover_sliding: bool = False,
+    covered: Collection[int] | None = None,
     report: Report = silent,
 ) -> list[MethodErrors]:
     """Pseudo-decode every window with every method, against the same model in full precision.
@@ -34,7 +34,7 @@ def measure_methods(
         methods: what to measure, at least one.
         fused_rotation: R [head_dim, head_dim] if V of the model is fused with it.
         step_tokens: tokens of one forward step; None means one tile a step.
-        cover_sliding: quantize layers with a sliding window as well.
+        covered: layers to quantize; None means every full-attention layer.
         report: told about progress.
 
     Returns:
@@ -58,7 +58,7 @@ def measure_methods(
                     method,
                     step_tokens=step_tokens,
                     fused_rotation=fused_rotation,
-                    cover_sliding=cover_sliding,
+                    covered=covered,
                 )
             )
             report(_STAGE, done + offset, total)

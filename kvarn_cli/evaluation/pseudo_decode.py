@@ -101,7 +101,7 @@ def pseudo_decode(
     *,
     step_tokens: int | None = None,
     fused_rotation: Tensor | None = None,
-    cover_sliding: bool = False,
+    covered: Collection[int] | None = None,
 ) -> WindowErrors:
     """Run the window of an exact run as a quantized cache would, and compare.
 
@@ -112,13 +112,14 @@ def pseudo_decode(
         step_tokens: tokens of one forward step; None means one tile a step, which equals decoding
             token by token.
         fused_rotation: R [head_dim, head_dim] if V of `model` is fused with it.
-        cover_sliding: quantize layers with a sliding window as well.
+        covered: layers to quantize; None means every full-attention layer.
 
     Raises:
         UnsupportedModelError: the model does not use transformers' attention interface, or has
             no layer to quantize.
     """
-    covered = covered_layers(model.config, cover_sliding=cover_sliding)
+    if covered is None:
+        covered = covered_layers(model.config)
     if not covered:
         raise UnsupportedModelError(
             f"no layer of {model.config.model_type} attends to the full sequence, so none has a "
@@ -150,7 +151,7 @@ def pseudo_decode(
         attention=attention,
         keys=quantized.key_errors,
         values=quantized.value_errors,
-        head_dim=exact.attention[covered[0]].shape[-1],
+        head_dim=exact.attention[min(covered)].shape[-1],
         elapsed_seconds=elapsed_seconds,
     )
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Literal
 
 from torch import Tensor
@@ -34,7 +35,7 @@ def validate(
         model: the original, in evaluation mode.
         windows: int64 [windows, tokens].
         settings: of the quantizer.
-        fused_weights: the converted model's tensors that differ from the original's, by name;
+        fused_weights: the converted model's parameters that differ from the original's, by name;
             empty when V is rotated online.
         report: told about progress.
 
@@ -63,14 +64,7 @@ def validate(
 
 def _engine_methods(settings: KVarNSettings, *, fused: bool) -> dict[Engine, KVarN]:
     def method(value_rotation: Literal["online", "fused"]) -> KVarN:
-        return KVarN(
-            key_bits=settings.key_bits,
-            value_bits=settings.value_bits,
-            group_size=settings.group_size,
-            sink_tokens=settings.sink_tokens,
-            iterations=settings.iterations,
-            value_rotation=value_rotation,
-        )
+        return replace(KVarN.from_settings(settings), value_rotation=value_rotation)
 
     if not fused:
         return {"online": method("online")}

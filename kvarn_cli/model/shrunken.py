@@ -81,8 +81,27 @@ def build_random_model(
     Raises:
         UnsupportedModelError: the architecture's class cannot be built from the configuration.
     """
+    model = build_model(config, torch.device("cpu"), trust_remote_code=trust_remote_code)
+    model.double().eval()
+    _draw(model, torch.Generator().manual_seed(seed))
+    return model
+
+
+def build_model(
+    config: PreTrainedConfig, device: torch.device, *, trust_remote_code: bool
+) -> PreTrainedModel:
+    """A float64 model of the class that loads checkpoints with this configuration.
+
+    Args:
+        config: of the model.
+        device: where it is built; on `meta` the model takes no memory.
+        trust_remote_code: whether code from the checkpoint may run.
+
+    Raises:
+        UnsupportedModelError: the class cannot be built from the configuration.
+    """
     try:
-        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        with torch.random.fork_rng(devices=[]), device:
             model: PreTrainedModel = AutoModelForCausalLM.from_config(
                 config,
                 dtype=torch.float64,
@@ -92,11 +111,9 @@ def build_random_model(
             )
     except MODEL_CODE_ERRORS as error:
         raise UnsupportedModelError(
-            f"no small instance of {type(config).__name__} can be built: {_first_line(error)}",
+            f"no model of {type(config).__name__} can be built: {_first_line(error)}",
             hint="a fusion is only written when it has been proven; use --rotation online",
         ) from error
-    model.double().eval()
-    _draw(model, torch.Generator().manual_seed(seed))
     return model
 
 

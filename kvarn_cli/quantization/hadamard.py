@@ -71,6 +71,33 @@ def fused_rotation(
     return matrix.to(device=device, dtype=dtype)
 
 
+def rotation_matrix(
+    head_dim: int,
+    signs: str | None,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """The rotation `R = H · diag(signs)` that a `kvarn_config` block describes.
+
+    Args:
+        head_dim: order of H.
+        signs: one + or - per column of H; None for H itself.
+        dtype: dtype of the result.
+        device: device of the result.
+
+    Returns:
+        [head_dim, head_dim], orthonormal.
+
+    Raises:
+        SettingsError: head_dim is no power of two.
+    """
+    matrix = hadamard_matrix(head_dim, dtype=torch.float64)
+    if signs is not None:
+        matrix *= torch.tensor([1 if sign == "+" else -1 for sign in signs])
+    return matrix.to(device=device, dtype=dtype)
+
+
 def rotate(x: Tensor, matrix: Tensor) -> Tensor:
     """Multiply the last dimension by a matrix, in float32 or better and in chunks of a few MB.
 

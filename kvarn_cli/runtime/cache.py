@@ -15,9 +15,9 @@ from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from kvarn_cli.errors import UnsupportedModelError, UsageError
-from kvarn_cli.metadata import KVarNConfig
 from kvarn_cli.quantization.tile_codec import TileCodec
 from kvarn_cli.runtime.coverage import attention_head_dim, covered_layers
+from kvarn_cli.runtime.description import described_cache
 from kvarn_cli.settings import KVarNSettings
 
 
@@ -225,9 +225,9 @@ class KVarNCache(Cache):
 
         Raises:
             UsageError: the model is not converted and no settings are given.
-            CheckpointError: the block is broken.
+            CheckpointError: the block is broken, or describes another model.
         """
-        block = KVarNConfig.from_config_dict(model.config.to_dict())
+        block = described_cache(model.config)
         if block is not None:
             return cls(
                 model.config,

@@ -1,12 +1,23 @@
 """A reader rebuilds everything from the converted config.json, with nothing of ours."""
 
 import json
+import re
 
 import numpy as np
 import pytest
 import torch
+from conversions import convert
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from tiny_models import build_tiny_checkpoint
+from transformers import (
+    AutoModelForCausalLM,
+    FalconConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    Phi3Config,
+)
+
+from kvarn_cli.conversion.description import attention_patterns
 
 
 def matrix_of(rotation):
@@ -86,6 +97,67 @@ def test_the_modules_named_are_modules_of_the_model(fused):
         assert len(application["targets"]) == len(block["layers"]["covered"]) == 2
         for name in application["targets"]:
             assert isinstance(model.get_submodule(name), torch.nn.Linear)
+
+
+def full_matches(targets, names):
+    """What compressed-tensors would find: names, or regular expressions after `re:`."""
+    return {
+        name
+        for name in names
+        for target in targets
+        if (re.match(target[3:], name) if target.startswith("re:") else name == target)
+    }
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory):
+    """Three layers, the first and the last with a sliding window."""
+    return build_tiny_checkpoint(
+        tmp_path_factory.mktemp("mixed") / "qwen3",
+        "qwen3",
+        num_layers=3,
+        use_sliding_window=True,
+        sliding_window=64,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    )
+
+
+@pytest.mark.parametrize("rotation", ["fused", "online"])
+def test_only_modules_of_covered_layers_are_rotated_online(mixed, tmp_path, rotation):
+    block = described(convert(mixed, tmp_path / "out", rotation=rotation))
+    names = dict(AutoModelForCausalLM.from_pretrained(mixed).named_modules())
+    applied = {
+        application["location"]: (full_matches(application["targets"], names), application)
+        for part in block["rotations"].values()
+        for application in part["apply"]
+    }
+    attention = {"model.layers.1.self_attn"}
+    assert applied["q_attn"][0] == applied["k_cache"][0] == attention
+    if rotation == "fused":
+        assert len(applied["weight_output"][0]) == len(applied["weight_input"][0]) == 3
+    else:
+        assert applied["v_cache"][0] == attention
+        assert applied["input"][0] == {"model.layers.1.self_attn.o_proj"}
+        assert applied["input"][1]["inverse"] is True
+
+
+@pytest.mark.parametrize(
+    ("config", "attention", "output"),
+    [
+        (GPT2Config(n_layer=12), "transformer.h.{}.attn", "c_proj"),
+        (GPTNeoXConfig(num_hidden_layers=12), "gpt_neox.layers.{}.attention", "dense"),
+        (Phi3Config(num_hidden_layers=12), "model.layers.{}.self_attn", "o_proj"),
+        (FalconConfig(num_hidden_layers=12), "transformer.h.{}.self_attention", "dense"),
+    ],
+)
+def test_attention_of_other_layouts_is_found_by_its_usual_names(config, attention, output):
+    with torch.device("meta"):
+        names = [name for name, _ in AutoModelForCausalLM.from_config(config).named_modules()]
+    found, outputs = attention_patterns((1, 11))
+    assert full_matches([found], names) == {attention.format(1), attention.format(11)}
+    assert full_matches([outputs], names) == {
+        f"{attention.format(index)}.{output}" for index in (1, 11)
+    }
 
 
 def test_the_cache_is_described(fused):

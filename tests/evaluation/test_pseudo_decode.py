@@ -72,7 +72,7 @@ def test_a_fused_model_is_compared_in_the_basis_of_the_original(llama: PreTraine
             )
 
 
-def test_sliding_layers_are_exact_unless_asked_for() -> None:
+def test_the_layers_to_quantize_can_be_named() -> None:
     model = calm_model(
         "qwen3",
         torch.float64,
@@ -86,9 +86,10 @@ def test_sliding_layers_are_exact_unless_asked_for() -> None:
     assert errors.attention[0].max() == 0
     assert errors.attention[1][48:].min() > 0
     assert set(errors.keys) == {1}
-    errors = pseudo_decode(model, exact, COARSE, cover_sliding=True)
+    errors = pseudo_decode(model, exact, COARSE, covered=[0, 1])
     assert errors.attention[0][48:].mean() > 1e-3
     assert set(errors.keys) == {0, 1}
+    assert set(pseudo_decode(model, exact, COARSE, covered=[0]).keys) == {0}
 
 
 def test_a_model_with_sliding_layers_only_has_nothing_to_pack() -> None:
@@ -96,7 +97,7 @@ def test_a_model_with_sliding_layers_only_has_nothing_to_pack() -> None:
     exact = record_exact(model, random_tokens(100))
     with pytest.raises(UnsupportedModelError, match="no layer of mistral attends to the full"):
         pseudo_decode(model, exact, COARSE)
-    errors = pseudo_decode(model, exact, COARSE, cover_sliding=True)
+    errors = pseudo_decode(model, exact, COARSE, covered=[0, 1])
     assert errors.logits.kl[48:].mean() > 1e-4
 
 

@@ -59,6 +59,14 @@ def test_without_fused_weights_the_engine_rotates(llama: PreTrainedModel, window
     assert errors.attention_mae == expected.attention_mae
 
 
+def test_every_setting_is_measured(llama: PreTrainedModel, windows: Tensor) -> None:
+    plain, clipped = (
+        validate(llama, windows, settings, {}, silent)[0].kl_mean
+        for settings in (SETTINGS, SETTINGS.with_(log_scale_max=0.0, log_scale_min=-0.01))
+    )
+    assert plain != clipped
+
+
 def test_the_original_gets_its_weights_back(
     llama: PreTrainedModel, windows: Tensor, fused_weights: dict[str, Tensor]
 ) -> None:

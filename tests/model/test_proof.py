@@ -198,7 +198,7 @@ def test_rounding_to_float32_on_the_path_is_seen_and_tolerated():
 
 def test_refuses_what_cannot_be_built():
     broken = tiny_config("llama", hidden_act="no such activation")
-    with pytest.raises(UnsupportedModelError, match="no small instance of LlamaConfig"):
+    with pytest.raises(UnsupportedModelError, match="no model of LlamaConfig can be built"):
         prove_fusion(broken)
 
 

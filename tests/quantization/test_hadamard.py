@@ -3,7 +3,13 @@ import torch
 from loop_reference import bent_sign, hadamard
 
 from kvarn_cli.errors import SettingsError
-from kvarn_cli.quantization.hadamard import bent_signs, fused_rotation, hadamard_matrix, rotate
+from kvarn_cli.quantization.hadamard import (
+    bent_signs,
+    fused_rotation,
+    hadamard_matrix,
+    rotate,
+    rotation_matrix,
+)
 from kvarn_cli.settings import HEAD_DIMS
 
 
@@ -54,3 +60,13 @@ def test_rotate_works_in_float32_or_better(dtype):
 def test_rotate_in_many_chunks_equals_one_product():
     x = torch.randn(40_000, 64)
     assert torch.allclose(rotate(x, hadamard_matrix(64)), x @ hadamard_matrix(64), atol=1e-6)
+
+
+def test_a_described_rotation_is_rebuilt():
+    assert torch.equal(rotation_matrix(64, None), hadamard_matrix(64))
+    signs = "".join("+" if sign > 0 else "-" for sign in bent_signs(64).tolist())
+    rebuilt = rotation_matrix(64, signs, dtype=torch.float64)
+    assert torch.equal(rebuilt, fused_rotation(64, dtype=torch.float64))
+    flipped = rotation_matrix(64, "-" + "+" * 63)
+    assert torch.equal(flipped[:, 0], -hadamard_matrix(64)[:, 0])
+    assert torch.equal(flipped[:, 1:], hadamard_matrix(64)[:, 1:])

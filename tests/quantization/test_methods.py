@@ -4,6 +4,7 @@ import torch
 from kvarn_cli.errors import SettingsError
 from kvarn_cli.quantization.hadamard import fused_rotation, hadamard_matrix, rotate
 from kvarn_cli.quantization.methods import KIVI, METHODS, Exact, KVarN, QuaRot, parse_method
+from kvarn_cli.settings import KVarNSettings
 
 
 def states(seed=0):
@@ -26,6 +27,7 @@ def states(seed=0):
         ("kivi:k2v2_g32,sink_tokens=0", KIVI(key_bits=2, group_size=32, sink_tokens=0)),
         ("quarot,key_axis=token", QuaRot(key_axis="token")),
         ("kvarn,value_rotation=fused", KVarN(value_rotation="fused")),
+        ("kvarn,std_min=0.5,log_scale_max=2.0", KVarN(std_min=0.5, log_scale_max=2.0)),
     ],
 )
 def test_specs_and_labels(spec, method):
@@ -42,6 +44,8 @@ def test_specs_and_labels(spec, method):
         ("kvarn:k4v2_g100", "group_size is 100"),
         ("kvarn,iterations=many", "whole number"),
         ("kvarn,iterations=-1", "iterations is -1"),
+        ("kvarn,std_min=small", "'std_min=small' needs a number"),
+        ("kvarn,std_min=nan", "std_min must be above 0"),
         ("kivi,iterations=8", "no option of kivi"),
         ("kvarn,value_rotation=twice", "value_rotation is twice"),
     ],
@@ -49,6 +53,32 @@ def test_specs_and_labels(spec, method):
 def test_wrong_specs_are_refused(spec, message):
     with pytest.raises(SettingsError, match=message):
         parse_method(spec)
+
+
+def test_settings_go_in_and_come_out_whole():
+    settings = KVarNSettings(
+        key_bits=2,
+        value_bits=4,
+        group_size=32,
+        iterations=3,
+        log_scale_min=-0.1,
+        log_scale_max=2.0,
+        std_min=0.5,
+        std_max=4.0,
+        sink_tokens=16,
+    )
+    assert KVarN.from_settings(settings).settings == settings
+    assert KIVI.from_settings(settings) == KIVI(
+        key_bits=2, value_bits=4, group_size=32, sink_tokens=16
+    )
+
+
+def test_clips_matter():
+    keys, values = states()
+    clipped, plain = (
+        parse_method(spec).reconstruct(keys, values) for spec in ("kvarn,std_min=9.0", "kvarn")
+    )
+    assert not torch.equal(clipped[0], plain[0])
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -1,5 +1,6 @@
 """One short class per method, and the specs that name them."""
 
+from collections.abc import Callable
 from dataclasses import fields
 
 from kvarn_cli.errors import SettingsError
@@ -44,10 +45,9 @@ def parse_method(spec: str) -> Method:
     return method(**values)  # type: ignore[arg-type]
 
 
-def _parsed(text: str, kind: type[object], option: str) -> object:
-    if kind is int:
-        try:
-            return int(text)
-        except ValueError:
-            raise SettingsError(f"{option!r} needs a whole number") from None
-    return text
+def _parsed(text: str, kind: Callable[[str], object], option: str) -> object:
+    try:
+        return kind(text) if kind in (int, float) else text
+    except ValueError:
+        number = "whole number" if kind is int else "number"
+        raise SettingsError(f"{option!r} needs a {number}") from None

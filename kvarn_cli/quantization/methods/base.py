@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from torch import Tensor
 
@@ -34,6 +34,12 @@ class Method(ABC):
 
     def __post_init__(self) -> None:
         _ = self.settings  # refuses what no record holds
+
+    @classmethod
+    def from_settings(cls, settings: KVarNSettings) -> Self:
+        """This method with those of the settings that it has."""
+        names = KVarNSettings.__dataclass_fields__.keys() & {field.name for field in fields(cls)}
+        return cls(**{name: getattr(settings, name) for name in names})
 
     @property
     def settings(self) -> KVarNSettings:

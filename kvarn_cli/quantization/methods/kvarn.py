@@ -16,6 +16,10 @@ class KVarN(Method):
 
     Attributes:
         iterations: passes of the variance normalization; 0 leaves rotation and RTN alone.
+        log_scale_min: lower clip of a log scale.
+        log_scale_max: upper clip of a log scale.
+        std_min: lower clip of a standard deviation before its logarithm.
+        std_max: upper clip of a standard deviation before its logarithm.
         value_rotation: `online` rotates V as it is cached, `fused` takes it as rotated already;
             None leaves the choice to the model, and means `online` here.
 
@@ -26,6 +30,10 @@ class KVarN(Method):
     plain_basis: ClassVar[bool] = False
 
     iterations: int = KVarNSettings.iterations
+    log_scale_min: float = KVarNSettings.log_scale_min
+    log_scale_max: float = KVarNSettings.log_scale_max
+    std_min: float = KVarNSettings.std_min
+    std_max: float = KVarNSettings.std_max
     value_rotation: Literal["online", "fused"] | None = None
 
     def __post_init__(self) -> None:

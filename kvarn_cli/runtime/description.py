@@ -1,0 +1,31 @@
+"""What a converted model says of its own cache, held against the model itself."""
+
+from transformers import PreTrainedConfig
+
+from kvarn_cli.errors import CheckpointError
+from kvarn_cli.metadata import CONFIG_KEY, KVarNConfig
+from kvarn_cli.runtime.coverage import attention_head_dim, covered_layers
+
+
+def described_cache(config: PreTrainedConfig) -> KVarNConfig | None:
+    """The `kvarn_config` block of a model's configuration; None when it is not converted.
+
+    Raises:
+        CheckpointError: the block is broken, or describes another model than this one.
+        UnsupportedModelError: no packed cache can hold what this model caches.
+    """
+    block = KVarNConfig.from_config_dict(config.to_dict())
+    if block is None:
+        return None
+    head_dim = attention_head_dim(config)
+    if block.cache.head_dim != head_dim:
+        raise CheckpointError(
+            f"config.json: {CONFIG_KEY} describes heads {block.cache.head_dim} wide, "
+            f"the model's are {head_dim}"
+        )
+    if others := sorted(set(block.layers.covered) - set(covered_layers(config))):
+        raise CheckpointError(
+            f"config.json: {CONFIG_KEY} covers layer {others[0]}, which has no full attention "
+            "to pack"
+        )
+    return block
