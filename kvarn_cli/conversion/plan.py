@@ -1,6 +1,6 @@
 """What a conversion will do, and every refusal that needs no weight to be downloaded or read."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -15,10 +15,12 @@ from kvarn_cli.checkpoint.source import Source, fetch_weights, resolve_source
 from kvarn_cli.conversion.tensor_bytes import to_tensor
 from kvarn_cli.errors import UnsupportedModelError
 from kvarn_cli.evaluation.calibration import CalibrationText
+from kvarn_cli.evaluation.rehearsal import rehearse
 from kvarn_cli.metadata import KVarNConfig, Thresholds
 from kvarn_cli.model.cache_layout import CacheLayout, find_cache_layout
 from kvarn_cli.model.layout import ModelLayout, check_dtypes, find_layout
 from kvarn_cli.model.loading import load_config, load_tokenizer
+from kvarn_cli.model.parameter_names import parameter_names
 from kvarn_cli.model.proof import Proof, prove_fusion
 from kvarn_cli.runtime.coverage import architecture_of
 from kvarn_cli.settings import KVarNSettings
@@ -55,6 +57,7 @@ class ConversionPlan:
         settings: of the quantizer.
         cache: which layers the packed cache covers.
         layout: the tensors to rotate; None when V is rotated online and no weight changes.
+        parameters: by tensor to rotate, the parameter that the model class loads it into.
         proof: that rotating them changes nothing; None where there is no layout.
         output: the folder to write; None for a plan that is only looked at.
         overwrite: whether the output may replace an earlier checkpoint.
@@ -69,6 +72,7 @@ class ConversionPlan:
     settings: KVarNSettings
     cache: CacheLayout
     layout: ModelLayout | None
+    parameters: Mapping[str, str]
     proof: Proof | None
     output: Path | None
     overwrite: bool
@@ -192,11 +196,16 @@ def plan_conversion(
     if rotation == "fused":
         note("Proving the fusion on a small random instance of the model")
         proof = prove_fusion(config, trust_remote_code=trust_remote_code)
+    if validation is not None:
+        _rehearse_validation(config, trust_remote_code=trust_remote_code)
     if source.from_hub:
         note("Downloading the weights, as far as they are not in the cache")
     fetch_weights(source, token=token, cache_dir=cache_dir)
     checkpoint = open_checkpoint(source.folder)
-    layout = _find_layout(config, checkpoint) if rotation == "fused" else None
+    layout, parameters = None, {}
+    if rotation == "fused":
+        layout = _find_layout(config, checkpoint)
+        parameters = parameter_names(config, layout, trust_remote_code=trust_remote_code)
     return ConversionPlan(
         source=source,
         checkpoint=checkpoint,
@@ -204,6 +213,7 @@ def plan_conversion(
         settings=settings,
         cache=cache,
         layout=layout,
+        parameters=parameters,
         proof=proof,
         output=output,
         overwrite=overwrite,
@@ -221,6 +231,16 @@ def _refuse_converted(config: dict[str, object], source: Source) -> None:
             f"{block.rotations.value.where}; converting it twice would rotate V twice",
             hint=f"convert the original again: {block.base_model.name}",
         )
+
+
+def _rehearse_validation(config: PreTrainedConfig, *, trust_remote_code: bool) -> None:
+    try:
+        rehearse(config, trust_remote_code=trust_remote_code)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(
+            f"the conversion cannot be validated: {error}",
+            hint="convert without validation: --no-validate",
+        ) from error
 
 
 def _find_layout(config: PreTrainedConfig, checkpoint: Checkpoint) -> ModelLayout:

@@ -111,7 +111,9 @@ def _validate(
             trust_remote_code=plan.trust_remote_code,
         )
     check_token_ids(model, plan.windows)
-    fused_weights = {name: rotate(plan.read(name)) for name, rotate in rotations.items()}
+    fused_weights = {
+        plan.parameters[name]: rotate(plan.read(name)) for name, rotate in rotations.items()
+    }
     engines = validate(model, plan.windows, plan.settings, fused_weights, report)
     return Calibration(
         dataset=validation.text.name,

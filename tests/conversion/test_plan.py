@@ -6,10 +6,13 @@ import torch
 from awkward_checkpoint import edit_config
 from conversions import convert
 from safetensors.torch import load_file, save_file
-from tiny_models import build_tiny_checkpoint
+from tiny_models import build_tiny_checkpoint, tiny_model, tiny_tokenizer
+from transformers import Gemma2Config
 
 from kvarn_cli.conversion.plan import plan_conversion
 from kvarn_cli.errors import CheckpointError, UnsupportedModelError, UsageError
+from kvarn_cli.model.loading import load_config
+from kvarn_cli.runtime.cache import KVarNCache
 from kvarn_cli.settings import KVarNSettings
 
 
@@ -194,3 +197,69 @@ def test_calibration_text_comes_from_lines_and_folders_too(llama, short_validati
     found = plan(llama, settings=settings, validation=replace(validation, text=changed))
     original = plan(llama, settings=settings, validation=validation)
     assert torch.equal(found.windows, original.windows)
+
+
+def rename(rename_one):
+    def rename(folder):
+        tensors = load_file(folder / "model.safetensors")
+        renamed = {rename_one(name): tensor for name, tensor in tensors.items()}
+        save_file(renamed, folder / "model.safetensors", {"format": "pt"})
+
+    return rename
+
+
+def test_names_that_the_class_would_not_load_are_refused(llama):
+    rename(lambda name: f"language_model.{name}")(llama)
+    with pytest.raises(UnsupportedModelError, match="would not load language_model") as raised:
+        plan(llama)
+    assert raised.value.exit_code == 3
+
+
+def test_a_window_leaves_nothing_to_convert_whatever_a_switch_says(tmp_path):
+    """Mistral's code knows no `use_sliding_window`; its cache and its plan agree on that."""
+    model = build_tiny_checkpoint(tmp_path / "mistral", "mistral-sliding", use_sliding_window=False)
+    for rotation in ("fused", "online"):
+        with pytest.raises(UnsupportedModelError, match="attention through a window"):
+            plan(model, rotation=rotation)
+    assert KVarNCache(load_config(model), KVarNSettings()).covered == ()
+
+
+@pytest.mark.parametrize("odd", ["LlamaForCausalLM", 5, [5], {"a": 1}, []])
+def test_an_odd_list_of_architectures_is_survived(llama, odd):
+    edit_config(llama, architectures=odd)
+    assert plan(llama).summary()["architecture"] == "llama"
+
+
+@pytest.fixture
+def gemma(tmp_path):
+    """Gemma 2 caps its attention scores, which sdpa does not."""
+    config = Gemma2Config(
+        vocab_size=300,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        layer_types=["sliding_attention", "full_attention"],
+    )
+    tiny_model(config).save_pretrained(tmp_path / "gemma")
+    tiny_tokenizer().save_pretrained(tmp_path / "gemma")
+    return tmp_path / "gemma"
+
+
+@pytest.mark.parametrize("rotation", ["fused", "online"])
+def test_what_validation_cannot_reproduce_is_refused_before_the_weights_are_read(
+    gemma, short_validation, rotation
+):
+    (gemma / "model.safetensors").write_bytes(b"never read")
+    options = {"rotation": rotation, "settings": KVarNSettings(group_size=32)}
+    with pytest.raises(UnsupportedModelError, match="Gemma2Attention uses softcap") as raised:
+        plan(gemma, validation=short_validation(), **options)
+    assert "--no-validate" in raised.value.hint
+
+
+def test_what_validation_cannot_reproduce_can_still_be_proven(gemma):
+    found = plan(gemma)
+    assert found.proof.architecture == "Gemma2ForCausalLM"
+    assert found.cache.covered == (1,)

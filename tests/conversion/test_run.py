@@ -9,6 +9,7 @@ from awkward_checkpoint import edit_config, marker_of
 from checkpoint_files import contents
 from conversions import convert
 from safetensors.torch import load_file, save_file
+from tiny_models import build_tiny_checkpoint
 
 from kvarn_cli.checkpoint.checkpoint import open_checkpoint
 from kvarn_cli.errors import CheckpointError, ThresholdError, UsageError
@@ -185,6 +186,30 @@ def test_an_all_zero_head_is_converted_with_a_warning(llama, tmp_path):
     edit_tensors(llama, lambda tensors: tensors[name][:32].zero_())
     warnings = convert(llama, tmp_path / "out").conversion.warnings
     assert warnings == ("layer 1: v_proj of KV head 0 is all zero",)
+
+
+@pytest.mark.parametrize("part", ["v_proj", "o_proj"])
+def test_a_layer_that_is_all_zero_is_converted_with_warnings(llama, tmp_path, part):
+    edit_tensors(llama, lambda tensors: tensors[f"model.layers.1.self_attn.{part}.weight"].zero_())
+    warnings = convert(llama, tmp_path / "out").conversion.warnings
+    assert len(warnings) == (2 if part == "v_proj" else 4)
+    assert all(warning.startswith(f"layer 1: {part} of ") for warning in warnings)
+
+
+def test_a_checkpoint_of_the_base_model_is_validated_and_converted(tmp_path, short_validation):
+    """Its names lack the prefix; transformers adds it while loading."""
+    model = build_tiny_checkpoint(tmp_path / "whole", "llama", tie_word_embeddings=True)
+    base = build_tiny_checkpoint(tmp_path / "base", "llama", tie_word_embeddings=True)
+    tensors = load_file(base / "model.safetensors")
+    renamed = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    save_file(renamed, base / "model.safetensors", {"format": "pt"})
+    validation = short_validation()
+    ours, expected = (
+        convert(it, tmp_path / f"{it.name}-out", validation=validation).conversion.metadata
+        for it in (base, model)
+    )
+    assert ours.calibration.engines == expected.calibration.engines
+    assert ours.rotations.value.apply[0].targets[0] == "layers.0.self_attn.v_proj"
 
 
 def test_an_output_that_was_filled_meanwhile_is_left_alone(llama, tmp_path):
