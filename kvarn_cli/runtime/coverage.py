@@ -73,7 +73,7 @@ def attention_head_dim(config: PreTrainedConfig) -> int:
     Raises:
         UnsupportedModelError: no packed cache takes this width, or the configuration has none.
     """
-    text_config = config.get_text_config(decoder=True)
+    text_config = _text_config(config)
     head_dim = getattr(text_config, "head_dim", None)
     if head_dim is None:
         hidden_size = positive_number(text_config, "hidden_size")
@@ -117,8 +117,20 @@ def architecture_of(config: PreTrainedConfig) -> str:
     return str(config.model_type or "the model")
 
 
+def _text_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    try:
+        text_config: Any = config.get_text_config(decoder=True)
+    except ValueError as error:
+        raise UnsupportedModelError(f"{architecture_of(config)} holds several models") from error
+    if not isinstance(text_config, PreTrainedConfig):
+        raise UnsupportedModelError(
+            f"{architecture_of(config)} nests something that is no model's configuration"
+        )
+    return text_config
+
+
 def _layer_kinds(config: PreTrainedConfig) -> list[type]:
-    text_config = config.get_text_config(decoder=True)
+    text_config = _text_config(config)
     for key, meaning in _OTHER_CACHES.items():
         if getattr(text_config, key, None):
             raise UnsupportedModelError(
@@ -132,6 +144,11 @@ def _layer_kinds(config: PreTrainedConfig) -> list[type]:
     except KeyError as error:
         raise UnsupportedModelError(
             f"{architecture_of(text_config)} has layers of type {error}, whose cache is not known"
+        ) from error
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+        raise UnsupportedModelError(
+            f"transformers makes no cache for {architecture_of(text_config)}: {error}",
+            hint="a value in config.json may be wrong, such as sliding_window",
         ) from error
 
 

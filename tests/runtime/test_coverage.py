@@ -71,6 +71,13 @@ def test_recurrent_layers_have_their_own_reason() -> None:
         (PreTrainedConfig(num_hidden_layers=2, global_head_dim=512), "global_head_dim"),
         (PreTrainedConfig(num_hidden_layers=2, kv_sharing_modes=["own", "reuse"]), "kv_sharing"),
         (PreTrainedConfig(), "num_hidden_layers None"),
+        (LlamaConfig(decoder=3), "nests something that is no model's configuration"),
+        (LlamaConfig(text_config=3), "nests something"),
+        (
+            LlamaConfig(decoder=LlamaConfig(), text_config=LlamaConfig()),
+            "llama holds several models",
+        ),
+        (LlamaConfig(sliding_window="wide"), "makes no cache for llama: .*'str'"),
         (
             PreTrainedConfig(num_hidden_layers=1, layer_types=["minimax_m3_sparse"]),
             "layers of type 'minimax_m3_sparse'",
