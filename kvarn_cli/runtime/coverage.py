@@ -118,10 +118,7 @@ def architecture_of(config: PreTrainedConfig) -> str:
 
 
 def _text_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    try:
-        text_config: Any = config.get_text_config(decoder=True)
-    except ValueError as error:
-        raise UnsupportedModelError(f"{architecture_of(config)} holds several models") from error
+    text_config: Any = config.get_text_config(decoder=True)
     if not isinstance(text_config, PreTrainedConfig):
         raise UnsupportedModelError(
             f"{architecture_of(config)} nests something that is no model's configuration"

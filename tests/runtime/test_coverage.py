@@ -73,10 +73,6 @@ def test_recurrent_layers_have_their_own_reason() -> None:
         (PreTrainedConfig(), "num_hidden_layers None"),
         (LlamaConfig(decoder=3), "nests something that is no model's configuration"),
         (LlamaConfig(text_config=3), "nests something"),
-        (
-            LlamaConfig(decoder=LlamaConfig(), text_config=LlamaConfig()),
-            "llama holds several models",
-        ),
         (LlamaConfig(sliding_window="wide"), "makes no cache for llama: .*'str'"),
         (
             PreTrainedConfig(num_hidden_layers=1, layer_types=["minimax_m3_sparse"]),
