@@ -68,6 +68,13 @@ def check_output(source_folder: Path, output: Path, *, overwrite: bool) -> Path:
     return resolved
 
 
+def check_before_work(source_folder: Path, output: Path, *, overwrite: bool) -> None:
+    """`check_output`, but what unfinished work will do with the output is left to that work."""
+    if WorkFolder(check_place(source_folder, output)).journal.is_file():
+        return
+    check_output(source_folder, output, overwrite=overwrite)
+
+
 @dataclass(frozen=True)
 class WorkFolder:
     """`<output>.incomplete`, the sibling in which the output is built.

@@ -18,6 +18,15 @@ if TYPE_CHECKING:
     from kvarn_cli.metadata import Calibration, ProofRecord, Thresholds
 
 
+class OutputDtype(StrEnum):
+    """Dtype of the written weights."""
+
+    keep = "keep"
+    float16 = "float16"
+    bfloat16 = "bfloat16"
+    float32 = "float32"
+
+
 class RotationPlace(StrEnum):
     """Where V's rotation happens."""
 
@@ -41,6 +50,10 @@ def convert(
         RotationPlace,
         typer.Option(help="fused: V's rotation goes into W_V and W_O; online: no weight changes."),
     ] = RotationPlace.fused,
+    dtype: Annotated[
+        OutputDtype,
+        typer.Option(help="Of the written weights: float16 for engines that want it."),
+    ] = OutputDtype.keep,
     dry_run: Annotated[
         bool,
         typer.Option("--dry-run", help="Check all that can be checked, print the plan and stop."),
@@ -69,7 +82,7 @@ def convert(
         bool, typer.Option("--overwrite", help="Replace an earlier checkpoint at --output.")
     ] = False,
     device: options.Device = "auto",
-    dtype: options.ComputeDtype = "float32",
+    compute_dtype: options.ComputeDtype = "float32",
     revision: options.Revision = None,
     token: options.Token = None,
     cache_dir: options.CacheDir = None,
@@ -104,12 +117,13 @@ def convert(
                 CalibrationText(dataset, dataset_field, num_samples, sequence_length, seed),
                 thresholds,
                 torch_device,
-                parse_dtype(dtype, torch_device),
+                parse_dtype(compute_dtype, torch_device),
             )
         plan = plan_conversion(
             model,
             settings=settings,
             rotation=rotation.value,
+            dtype=None if dtype is OutputDtype.keep else dtype.value,
             output=output,
             overwrite=overwrite,
             validation=validation,
@@ -130,6 +144,7 @@ def convert(
             {
                 "output": str(conversion.output),
                 "warnings": list(conversion.warnings),
+                "elapsed_seconds": conversion.elapsed_seconds,
                 "kvarn_config": conversion.metadata.model_dump(mode="json"),
             }
         )

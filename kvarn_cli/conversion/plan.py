@@ -10,23 +10,24 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from kvarn_cli.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from kvarn_cli.checkpoint.output_folder import check_output
+from kvarn_cli.checkpoint.output_folder import check_before_work
 from kvarn_cli.checkpoint.source import Source, fetch_weights, resolve_source
-from kvarn_cli.conversion.tensor_bytes import to_tensor
-from kvarn_cli.errors import UnsupportedModelError
+from kvarn_cli.errors import UnsupportedModelError, UsageError
 from kvarn_cli.evaluation.calibration import CalibrationText
 from kvarn_cli.evaluation.rehearsal import rehearse
 from kvarn_cli.metadata import KVarNConfig, Thresholds
 from kvarn_cli.model.cache_layout import CacheLayout, find_cache_layout
-from kvarn_cli.model.layout import ModelLayout, check_dtypes, find_layout
+from kvarn_cli.model.layout import FUSIBLE_DTYPES, ModelLayout, check_dtypes, find_layout
 from kvarn_cli.model.loading import load_config, load_tokenizer
 from kvarn_cli.model.parameter_names import parameter_names
 from kvarn_cli.model.proof import Proof, prove_fusion
 from kvarn_cli.runtime.coverage import architecture_of
 from kvarn_cli.settings import KVarNSettings
+from kvarn_cli.tensor_bytes import to_tensor
 
 RotationPlace = Literal["fused", "online"]
 Note = Callable[[str], None]
+_OUTPUT_DTYPES = {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,15 @@ class Validation:
     device: torch.device
     dtype: torch.dtype | None
 
+    @property
+    def identity(self) -> dict[str, object]:
+        """What decides the result of the validation, JSON-ready."""
+        return {
+            "text": {name: str(value) for name, value in asdict(self.text).items()},
+            "thresholds": self.thresholds.model_dump(mode="json"),
+            "dtype": str(self.dtype),
+        }
+
 
 @dataclass(frozen=True)
 class ConversionPlan:
@@ -58,6 +68,7 @@ class ConversionPlan:
         cache: which layers the packed cache covers.
         layout: the tensors to rotate; None when V is rotated online and no weight changes.
         parameters: by tensor to rotate, the parameter that the model class loads it into.
+        dtype: safetensors' name of the one that the output's plain floats get; None keeps theirs.
         proof: that rotating them changes nothing; None where there is no layout.
         output: the folder to write; None for a plan that is only looked at.
         overwrite: whether the output may replace an earlier checkpoint.
@@ -73,12 +84,18 @@ class ConversionPlan:
     cache: CacheLayout
     layout: ModelLayout | None
     parameters: Mapping[str, str]
+    dtype: str | None
     proof: Proof | None
     output: Path | None
     overwrite: bool
     validation: Validation | None
     windows: Tensor | None
     trust_remote_code: bool
+
+    @property
+    def torch_dtype(self) -> torch.dtype | None:
+        """`dtype` as torch has it."""
+        return None if self.dtype is None else FUSIBLE_DTYPES[self.dtype]
 
     @property
     def rotated_tensors(self) -> tuple[str, ...]:
@@ -139,6 +156,7 @@ def plan_conversion(
     *,
     settings: KVarNSettings,
     rotation: RotationPlace,
+    dtype: str | None = None,
     output: Path | None = None,
     overwrite: bool = False,
     validation: Validation | None = None,
@@ -157,6 +175,7 @@ def plan_conversion(
         model: local folder or Hub id.
         settings: of the quantizer.
         rotation: whether V's rotation goes into the weights.
+        dtype: float16, bfloat16 or float32: the output's plain floats get it; None keeps theirs.
         output: the folder to write; None for a plan that is only looked at.
         overwrite: whether the output may replace an earlier checkpoint.
         validation: how to validate the result; None leaves that out.
@@ -172,13 +191,14 @@ def plan_conversion(
         CheckpointError: a file is broken.
         HubError: the download failed.
     """
+    output_dtype = _output_dtype(dtype)
     if validation is not None:
         validation.text.check_length(settings)
     source = resolve_source(
         model, revision=revision, token=token, cache_dir=cache_dir, weights=False
     )
     if output is not None:
-        check_output(source.folder, output, overwrite=overwrite)
+        check_before_work(source.folder, output, overwrite=overwrite)
     config = load_config(source.folder, trust_remote_code=trust_remote_code)
     _refuse_converted(config.to_dict(), source)
     cache = find_cache_layout(config)
@@ -206,6 +226,11 @@ def plan_conversion(
     if rotation == "fused":
         layout = _find_layout(config, checkpoint)
         parameters = parameter_names(config, layout, trust_remote_code=trust_remote_code)
+    if output_dtype is not None and checkpoint.config.get("quantization_config"):
+        raise UnsupportedModelError(
+            f"{source.name} has quantized weights, whose scales must keep their dtype",
+            hint="leave out --dtype",
+        )
     return ConversionPlan(
         source=source,
         checkpoint=checkpoint,
@@ -214,6 +239,7 @@ def plan_conversion(
         cache=cache,
         layout=layout,
         parameters=parameters,
+        dtype=output_dtype,
         proof=proof,
         output=output,
         overwrite=overwrite,
@@ -221,6 +247,14 @@ def plan_conversion(
         windows=windows,
         trust_remote_code=trust_remote_code,
     )
+
+
+def _output_dtype(name: str | None) -> str | None:
+    if name is None:
+        return None
+    if name not in _OUTPUT_DTYPES:
+        raise UsageError(f"dtype {name!r} is none of {', '.join(_OUTPUT_DTYPES)}")
+    return _OUTPUT_DTYPES[name]
 
 
 def _refuse_converted(config: dict[str, object], source: Source) -> None:

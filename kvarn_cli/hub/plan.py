@@ -32,7 +32,6 @@ MAX_FILE_BYTES = 50 * 10**9
 """The largest file the Hub takes, as its documentation says."""
 
 
-
 @dataclass(frozen=True)
 class PlannedFile:
     """One file to upload.
