@@ -13,6 +13,8 @@ from kvarn_cli.metadata import CONFIG_KEY, MANIFEST_NAME, MODEL_CARD_NAME, KVarN
 from kvarn_cli.model.layout import FUSIBLE_DTYPES
 from kvarn_cli.verification.folder import require_sound, verify_folder
 
+_UNLISTED = (MODEL_CARD_NAME, MANIFEST_NAME)
+
 
 def write_output(
     writer: CheckpointWriter, checkpoint: Checkpoint, metadata: KVarNConfig, dtype: str | None
@@ -39,9 +41,7 @@ def write_output(
         writer.add_file(name, _json_bytes(content))
     manifest = Manifest(
         kvarn_version=__version__,
-        files={
-            name: writer.files[name] for name in sorted(writer.files) if name != MODEL_CARD_NAME
-        },
+        files={name: writer.files[name] for name in sorted(writer.files) if name not in _UNLISTED},
         tensors=dict(sorted(writer.tensors.items())),
     )
     writer.add_file(MANIFEST_NAME, _json_bytes(manifest.model_dump(mode="json", exclude_none=True)))

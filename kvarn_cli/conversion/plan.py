@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig
 
 from kvarn_cli.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from kvarn_cli.checkpoint.output_folder import check_before_work
+from kvarn_cli.checkpoint.remote_headers import RemoteHeaders
 from kvarn_cli.checkpoint.source import Source, fetch_weights, resolve_source
 from kvarn_cli.errors import UnsupportedModelError, UsageError
 from kvarn_cli.evaluation.calibration import CalibrationText
@@ -21,7 +22,6 @@ from kvarn_cli.model.layout import FUSIBLE_DTYPES, ModelLayout, check_dtypes, fi
 from kvarn_cli.model.loading import load_config, load_tokenizer
 from kvarn_cli.model.parameter_names import parameter_names
 from kvarn_cli.model.proof import Proof, prove_fusion
-from kvarn_cli.runtime.coverage import architecture_of
 from kvarn_cli.settings import KVarNSettings
 from kvarn_cli.tensor_bytes import to_tensor
 
@@ -75,6 +75,8 @@ class ConversionPlan:
         validation: how the result is validated; None leaves that out.
         windows: its calibration tokens, int64 [num_samples, sequence_length].
         trust_remote_code: whether code from the checkpoint may run.
+        header_requests: range requests that the plan took.
+        header_bytes_received: bytes that they brought.
     """
 
     source: Source
@@ -91,6 +93,8 @@ class ConversionPlan:
     validation: Validation | None
     windows: Tensor | None
     trust_remote_code: bool
+    header_requests: int = 0
+    header_bytes_received: int = 0
 
     @property
     def torch_dtype(self) -> torch.dtype | None:
@@ -117,38 +121,11 @@ class ConversionPlan:
         heads = len(self.cache.covered) * self.cache.num_kv_heads
         return heads * sequence_length * 2 * self.cache.head_dim * 2
 
-    def summary(self) -> dict[str, object]:
-        """The plan as JSON-ready data."""
-        checkpoint = self.checkpoint
-        return {
-            "model": self.source.name,
-            "revision": self.source.revision,
-            "architecture": architecture_of(self.config),
-            "cache_dtype": self.settings.cache_dtype,
-            "rotation": "fused" if self.layout else "online",
-            "proof": asdict(self.proof) if self.proof else None,
-            "head_dim": self.cache.head_dim,
-            "record_bytes": self.settings.record_bytes(self.cache.head_dim),
-            "bits_per_element": self.settings.bits_per_element(self.cache.head_dim),
-            "layers_covered": list(self.cache.covered),
-            "layers_left_out": [
-                {"layer": layer.index, "reason": layer.reason} for layer in self.cache.left_out
-            ],
-            "tensors_rotated": list(self.rotated_tensors),
-            "bytes_rotated": sum(checkpoint.info(n).size_bytes for n in self.rotated_tensors),
-            "bytes_copied": checkpoint.shard_bytes,
-            "files": sorted([*checkpoint.shards, *map(str, checkpoint.sidecars)]),
-            "files_left_out": [
-                {"path": str(path), "reason": reason} for path, reason in checkpoint.left_out
-            ],
-            "cache_bytes": {
-                str(length): {
-                    "packed": self.cache_bytes(length),
-                    "float16": self.sixteen_bit_cache_bytes(length),
-                }
-                for length in (32_768, 131_072)
-            },
-        }
+    @property
+    def packed_bytes_per_token(self) -> float:
+        """Bytes of the covered layers' packed tiles for one of their tokens."""
+        heads = len(self.cache.covered) * self.cache.num_kv_heads
+        return heads * self.settings.record_bytes(self.cache.head_dim) / self.settings.group_size
 
 
 def plan_conversion(
@@ -160,6 +137,7 @@ def plan_conversion(
     output: Path | None = None,
     overwrite: bool = False,
     validation: Validation | None = None,
+    headers_only: bool = False,
     revision: str | None = None,
     token: str | None = None,
     cache_dir: Path | None = None,
@@ -179,6 +157,8 @@ def plan_conversion(
         output: the folder to write; None for a plan that is only looked at.
         overwrite: whether the output may replace an earlier checkpoint.
         validation: how to validate the result; None leaves that out.
+        headers_only: of a model on the Hub, read the headers of its weights and nothing else of
+            them; such a plan can be shown, not run.
         revision: branch, tag or commit on the Hub.
         token: Hub token.
         cache_dir: where downloads are kept.
@@ -218,10 +198,13 @@ def plan_conversion(
         proof = prove_fusion(config, trust_remote_code=trust_remote_code)
     if validation is not None:
         _rehearse_validation(config, trust_remote_code=trust_remote_code)
-    if source.from_hub:
+    remote = None
+    if headers_only and source.from_hub:
+        remote = RemoteHeaders(source.name, source.revision, token)
+    elif source.from_hub:
         note("Downloading the weights, as far as they are not in the cache")
-    fetch_weights(source, token=token, cache_dir=cache_dir)
-    checkpoint = open_checkpoint(source.folder)
+        fetch_weights(source, token=token, cache_dir=cache_dir)
+    checkpoint = open_checkpoint(source.folder, remote)
     layout, parameters = None, {}
     if rotation == "fused":
         layout = _find_layout(config, checkpoint)
@@ -246,6 +229,8 @@ def plan_conversion(
         validation=validation,
         windows=windows,
         trust_remote_code=trust_remote_code,
+        header_requests=remote.requests if remote else 0,
+        header_bytes_received=remote.received_bytes if remote else 0,
     )
 
 
