@@ -26,15 +26,20 @@ INDEX = "model.safetensors.index.json"
 V = "model.layers.1.self_attn.v_proj.weight"
 
 
-def linked(model: Path, folder: Path, *written: str) -> Path:
-    """A folder like a snapshot of the Hub: links to the model's files, copies of some."""
+def linked(
+    model: Path,
+    folder: Path,
+    *written: str,
+    link: Callable[[Path, Path], None] = os.link,
+) -> Path:
+    """A folder of links to the model's files, and of copies of those that will be written."""
     for path in model.rglob("*"):
         target = folder / path.relative_to(model)
         target.parent.mkdir(parents=True, exist_ok=True)
         if path.name in written:
             shutil.copy(path, target)
         elif path.is_file():
-            target.symlink_to(path)
+            link(path, target)
     return folder
 
 
@@ -182,10 +187,11 @@ def test_pickles_are_refused(model: Path, tmp_path: Path) -> None:
 
 
 def test_a_snapshots_blobs_are_never_written(model: Path, tmp_path: Path) -> None:
-    blobs = tmp_path / "cache" / "blobs"
+    cache = tmp_path / "models--org--name"
+    blobs = cache / "blobs"
     shutil.copytree(model, blobs)
     before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in blobs.iterdir()}
-    snapshot = linked(blobs, tmp_path / "cache" / "snapshots" / ("0" * 40))
+    snapshot = linked(blobs, cache / "snapshots" / ("0" * 40), link=os.symlink)
     output = convert(snapshot, tmp_path / "out").output
     assert {
         path: (path.read_bytes(), path.stat().st_mtime_ns) for path in blobs.iterdir()
