@@ -8,7 +8,7 @@ process of its own and each up to the fsync of every file it wrote:
     cp -r                          the files as they are
     load, rotate, save             through transformers, with the same rotation
     kvarn convert --no-validate    the whole command; start-up and proof apart from the writing
-    the writing alone              the same writer in a process without transformers
+    the writing alone              the same writer in a process that proves and checks nothing
 
 Prints medians, the ratio to `cp -r`, and the peak resident memory of each process.
 """
@@ -25,7 +25,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -61,7 +61,7 @@ model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype="auto")
 weights = dict(model.named_parameters())
 shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
 with torch.no_grad():
-    for name, rotate in tensor_rotations(find_layout(model.config.to_dict(), shapes)).items():
+    for name, rotate in tensor_rotations(find_layout(model.config, shapes)).items():
         weights[name].copy_(rotate(weights[name]))
 model.save_pretrained(sys.argv[2], max_shard_size="1GB")
 sys.stderr.write(f"\\nseconds {time.perf_counter() - start}\\n")
@@ -70,17 +70,18 @@ sys.stderr.write(f"\\nseconds {time.perf_counter() - start}\\n")
 WRITE_ALONE = """
 import sys, time
 from pathlib import Path
+from transformers import AutoConfig
 from kvarn_cli.checkpoint.checkpoint import open_checkpoint
 from kvarn_cli.checkpoint.writer import CheckpointWriter
 from kvarn_cli.conversion.output import write_output
 from kvarn_cli.conversion.patches import conversion_patches
 from kvarn_cli.metadata import KVarNConfig
 from kvarn_cli.model.layout import find_layout
-assert "transformers" not in sys.modules
 start = time.perf_counter()
 checkpoint = open_checkpoint(Path(sys.argv[1]))
 shapes = {name: checkpoint.info(name).shape for name in checkpoint.weight_map}
-patches = conversion_patches(checkpoint, find_layout(checkpoint.config, shapes), None)
+layout = find_layout(AutoConfig.from_pretrained(sys.argv[1]), shapes)
+patches = conversion_patches(checkpoint, layout, None)
 metadata = KVarNConfig.model_validate_json(sys.argv[3])
 with CheckpointWriter(checkpoint, Path(sys.argv[2]), patches=patches, plan={}) as writer:
     write_output(writer, checkpoint, metadata, None)
@@ -221,17 +222,41 @@ def forget(folder: Path) -> None:
 def contestants(source: Path, output: Path) -> Iterator[tuple[str, Callable[[], Run]]]:
     """Name and measurement of everything that is compared."""
     python, here, there = sys.executable, str(source), str(output)
-    convert = [python, "-m", "kvarn_cli", "convert", here, "--output", there]
-    convert += ["--no-validate", "--json", "--quiet"]
-    subprocess.run(convert, check=True, capture_output=True)
-    block = json.dumps(json.loads((output / "config.json").read_text())["kvarn_config"])
-    shutil.rmtree(output)
+    convert = _convert(source, output)
+    block = json.dumps(_metadata_like(source))
     yield "cp -r", lambda: measure(["cp", "-r", here, there], output, lambda _, whole: whole)
     save = [python, "-c", LOAD_ROTATE_SAVE, here, there]
     yield "load, rotate, save", lambda: measure(save, output, _seconds_line)
     yield "kvarn convert", lambda: measure(convert, output, _writing_stage)
     alone = [python, "-c", WRITE_ALONE, here, there, block]
     yield "the writing alone", lambda: measure(alone, output, _seconds_line)
+
+
+def _convert(source: Path, output: Path) -> list[str]:
+    command = [sys.executable, "-m", "kvarn_cli", "convert", str(source), "--output", str(output)]
+    return [*command, "--no-validate", "--json", "--quiet"]
+
+
+def _metadata_like(source: Path) -> dict[str, Any]:
+    """The metadata that a conversion of `source` would write, from that of a single layer."""
+    with tempfile.TemporaryDirectory() as folder:
+        small, output = Path(folder, "small"), Path(folder, "output")
+        _in_a_process_of_its_own(small, 0)
+        subprocess.run(_convert(small, output), check=True, capture_output=True)
+        block: dict[str, Any] = json.loads((output / "config.json").read_text())["kvarn_config"]
+    layers = range(json.loads((source / "config.json").read_text())["num_hidden_layers"])
+    block["layers"]["covered"] = list(layers)
+    for application in block["rotations"]["value"]["apply"]:
+        (target,) = application["targets"]
+        application["targets"] = [target.replace(".0.", f".{layer}.") for layer in layers]
+    return block
+
+
+def _in_a_process_of_its_own(folder: Path, size_bytes: int) -> None:
+    """Make a checkpoint, with memory that no measured process inherits as its peak."""
+    maker = multiprocessing.Process(target=make_checkpoint, args=(folder, size_bytes))
+    maker.start()
+    maker.join()
 
 
 def main() -> None:
@@ -241,15 +266,11 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--folder", type=Path, help="where to work; default: a temporary folder")
     parser.add_argument("--cold", action="store_true", help="drop the source from the page cache")
-    parser.add_argument("--without-save", action="store_true", help="leave transformers out")
+    parser.add_argument("--leave-out", nargs="*", default=[], metavar="NAME")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         source, output = Path(folder, "source"), Path(folder, "output")
-        maker = multiprocessing.Process(
-            target=make_checkpoint, args=(source, int(arguments.gigabytes * 1e9))
-        )
-        maker.start()  # a process of its own: children inherit the parent's peak memory
-        maker.join()
+        _in_a_process_of_its_own(source, int(arguments.gigabytes * 1e9))
         fsync_all(source)
         size = sum(path.stat().st_size for path in source.iterdir())
         state = "cold" if arguments.cold else "warm"
@@ -258,8 +279,8 @@ def main() -> None:
             f"{os.cpu_count()} cores, medians of {arguments.runs}"
         )
         entries = dict(contestants(source, output))
-        if arguments.without_save:
-            del entries["load, rotate, save"]
+        for name in arguments.leave_out:
+            del entries[name]
         runs: dict[str, list[Run]] = {name: [] for name in entries}
         for _ in range(arguments.runs):
             for name, run in entries.items():
