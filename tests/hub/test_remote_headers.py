@@ -1,8 +1,9 @@
 import json
+from pathlib import Path
 
 import pytest
 from fake_hub import READ_TOKEN, FakeHub
-from hub_process import Run
+from hub_process import Run, run_python
 from hub_repository import StoredFile
 
 REPO = "alice/base"
@@ -85,3 +86,18 @@ def test_a_busy_hub_is_asked_again(hub: FakeHub, run: Run) -> None:
     add_model(hub, shard(["tensor.0"], 9))
     hub.fail("GET", "/storage/", 429, headers={"Retry-After": "1"})
     assert run("headers", REPO).data["tensors"]["big"] == [BIG]
+
+
+def test_the_dry_run_of_a_hub_model_downloads_no_weights(
+    hub: FakeHub, model: Path, tmp_path: Path
+) -> None:
+    files = {path.name: path.read_bytes() for path in model.iterdir()}
+    hub.add_repository(REPO, files)
+    weights = [name for name in files if name.endswith(".safetensors")]
+    command = ["-m", "kvarn_cli", "convert", REPO, "--dry-run", "--no-validate"]
+    outcome = run_python(hub, tmp_path / "home", [*command, "--json"])
+    assert outcome.data["header_requests"] == len(weights)
+    assert len(hub.asked("GET", "/storage/")) == len(weights)
+    assert outcome.data["bytes_read"] > sum(len(files[name]) for name in weights)
+    assert not list((tmp_path / "home").rglob("*.safetensors"))
+    assert f"{len(weights)} range requests" in run_python(hub, tmp_path / "home", command).stdout
