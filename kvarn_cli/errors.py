@@ -6,10 +6,11 @@
     ├── UnsupportedModelError 3   the model cannot be converted or inspected this way
     ├── HubError              4   the Hub or the network did not do what was asked
     ├── ThresholdError        5   validation measured more error than allowed
-    └── CheckpointError       6   a file of the checkpoint is broken or hostile
+    ├── CheckpointError       6   a file of the checkpoint is broken or hostile
+    └── DiskFullError         7   the disk has no room for the output
 
 Every error says what, where, and (in `hint`) what would work instead. The command line prints
-both and exits with `exit_code`; an interrupt exits with 130.
+both and exits with `exit_code`; SIGINT exits with 130, SIGTERM with 143.
 """
 
 from collections.abc import Mapping
@@ -67,3 +68,9 @@ class CheckpointError(KvarnError):
     """A file of the checkpoint is broken or hostile."""
 
     exit_code = 6
+
+
+class DiskFullError(KvarnError):
+    """The disk has no room for the output; what is finished stays, to be continued."""
+
+    exit_code = 7

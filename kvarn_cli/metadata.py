@@ -19,6 +19,9 @@ CONFIG_KEY = "kvarn_config"
 MANIFEST_NAME = "kvarn_manifest.json"
 MODEL_CARD_NAME = "README.md"
 
+HashName = Literal["sha256", "xxh3_128"]
+_SHA256: Final = r"^[0-9a-f]{64}$"
+
 
 _LayerKey = Annotated[int, Field(ge=0, strict=False)]
 """JSON has no keys but strings."""
@@ -277,10 +280,27 @@ def _relative_path(path: str) -> str:
 
 
 class FileRecord(_Block):
-    """Size and hash of one file."""
+    """Size and hash of one file: XXH3 for weights, hashed while they are copied, else SHA-256."""
 
     size_bytes: int = Field(ge=0)
-    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+    sha256: str | None = Field(default=None, pattern=_SHA256)
+    xxh3_128: str | None = Field(default=None, pattern=r"^[0-9a-f]{32}$")
+
+    @model_validator(mode="after")
+    def _has_one_hash(self) -> Self:
+        if (self.sha256 is None) == (self.xxh3_128 is None):
+            raise ValueError("a file has either sha256 or xxh3_128")
+        return self
+
+    @property
+    def algorithm(self) -> HashName:
+        """Which hash it is."""
+        return "sha256" if self.xxh3_128 is None else "xxh3_128"
+
+    @property
+    def digest(self) -> str | None:
+        """The hash's value, in hexadecimal."""
+        return self.sha256 or self.xxh3_128
 
 
 class Manifest(_Block):
@@ -289,6 +309,9 @@ class Manifest(_Block):
     format_version: Literal[1] = FORMAT_VERSION
     kvarn_version: str
     files: dict[Annotated[str, AfterValidator(_relative_path)], FileRecord]
+    tensors: dict[str, Annotated[str, Field(pattern=_SHA256)]] = Field(
+        default={}, description="SHA-256 of the bytes of each rotated tensor, by name"
+    )
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:

@@ -2,13 +2,13 @@
 
 import hashlib
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from kvarn_cli.checkpoint.safetensors_header import LENGTH_BYTES, Header, TensorInfo, read_header
+from kvarn_cli.checkpoint.safetensors_header import Header, TensorInfo, read_header
 from kvarn_cli.checkpoint.sidecars import OTHER_WEIGHT_SUFFIXES, LeftOut, find_sidecars
 from kvarn_cli.checkpoint.strict_json import quoted, read_object
 from kvarn_cli.checkpoint.weight_index import (
@@ -20,6 +20,9 @@ from kvarn_cli.checkpoint.weight_index import (
 from kvarn_cli.errors import CheckpointError, UnsupportedModelError
 
 CONFIG_NAME = "config.json"
+
+ReadHeaders = Callable[[Sequence[str]], Mapping[str, Header]]
+"""From names of shards to their headers."""
 
 
 @dataclass(frozen=True)
@@ -75,10 +78,15 @@ class Checkpoint:
         return data
 
 
-def open_checkpoint(folder: Path) -> Checkpoint:
+def open_checkpoint(folder: Path, remote: ReadHeaders | None = None) -> Checkpoint:
     """Open a folder that holds `config.json` and safetensors weights, and check all its claims.
 
     With an index, the weights are the shards that it names, whatever else lies beside them.
+
+    Args:
+        folder: holds the small files, and the shards unless they are elsewhere.
+        remote: reads the headers of the named shards where they are not in the folder; such a
+            checkpoint can be planned with, but no tensor can be read.
 
     Raises:
         CheckpointError: a file is missing, broken or contradicts another one.
@@ -91,11 +99,14 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     config = read_object(folder / CONFIG_NAME)
     weight_map = read_weight_map(folder)
     names = shard_names(weight_map)
-    _require_shards(folder, names, indexed=weight_map is not None)
-    shards = {name: read_header(folder / name) for name in names}
+    if remote is None:
+        _require_shards(folder, names, indexed=weight_map is not None)
+        shards = {name: read_header(folder / name) for name in names}
+    else:
+        shards = dict(remote(names))
     if weight_map is None:
         weight_map = dict.fromkeys(shards[SINGLE_FILE_NAME].tensors, SINGLE_FILE_NAME)
-        index_sha256 = _header_sha256(folder / SINGLE_FILE_NAME, shards[SINGLE_FILE_NAME])
+        index_sha256 = shards[SINGLE_FILE_NAME].sha256
     else:
         _compare_with_shards(weight_map, shards, folder / INDEX_NAME)
         index_sha256 = hashlib.sha256((folder / INDEX_NAME).read_bytes()).hexdigest()
@@ -165,9 +176,3 @@ def _compare_with_shards(
             raise CheckpointError(
                 f"{index} places tensor {quoted(tensor)} in {shard}, which does not hold it"
             )
-
-
-def _header_sha256(path: Path, header: Header) -> str:
-    with path.open("rb") as file:
-        file.seek(LENGTH_BYTES)
-        return hashlib.sha256(file.read(header.data_start - LENGTH_BYTES)).hexdigest()

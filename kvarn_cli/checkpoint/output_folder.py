@@ -1,18 +1,47 @@
 """Where a converted folder may stand, and how it gets there in one step.
 
-A run works in `<output>.incomplete` beside the output and renames it at its end, so that nothing
-at the output ever looks finished when it is not.
+A run works in `<output>.incomplete` beside the output: the journal, and below it the checkpoint,
+which is renamed to the output when it is whole. So nothing at the output ever looks finished when
+it is not, and a run that was killed can be continued.
 """
 
-import contextlib
 import os
 import shutil
-import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 from kvarn_cli.checkpoint.checkpoint import CONFIG_NAME
 from kvarn_cli.checkpoint.file_copy import sync_folder
-from kvarn_cli.errors import KvarnError, UsageError
+from kvarn_cli.errors import UsageError
+
+
+def check_place(source_folder: Path, output: Path) -> Path:
+    """Refuse a place where no output can be written, whatever stands there.
+
+    Args:
+        source_folder: the model that is read.
+        output: the folder to write; missing parents are fine.
+
+    Returns:
+        The output with all symbolic links resolved.
+
+    Raises:
+        UsageError: the output is, holds or lies in the model's folder, or nothing can be written
+            there.
+    """
+    try:
+        source = source_folder.resolve()
+        resolved = Path(os.path.realpath(output))
+        for folder in (resolved, WorkFolder(resolved).path):
+            if _lies_in(folder, source) or _lies_in(source, folder):
+                raise UsageError(
+                    f"the output {folder} and the model {source} lie in one another",
+                    hint="name an --output outside the model's folder",
+                )
+        _check_parent(resolved)
+    except OSError as error:
+        raise UsageError(f"cannot write to {output}: {error.strerror}") from error
+    return resolved
 
 
 def check_output(source_folder: Path, output: Path, *, overwrite: bool) -> Path:
@@ -27,19 +56,11 @@ def check_output(source_folder: Path, output: Path, *, overwrite: bool) -> Path:
         The output with all symbolic links resolved.
 
     Raises:
-        UsageError: the output is a file; is, holds or lies in the model's folder; is not empty
-            and no checkpoint to overwrite; or nothing can be written there.
+        UsageError: as `check_place`; or the output is a file, or is not empty and no checkpoint
+            to overwrite.
     """
+    resolved = check_place(source_folder, output)
     try:
-        source = source_folder.resolve()
-        resolved = Path(os.path.realpath(output))
-        for folder in (resolved, staging_folder(resolved)):
-            if _lies_in(folder, source) or _lies_in(source, folder):
-                raise UsageError(
-                    f"the output {folder} and the model {source} lie in one another",
-                    hint="name an --output outside the model's folder",
-                )
-        _check_parent(resolved)
         if resolved.exists():
             _check_present(resolved, overwrite=overwrite)
     except OSError as error:
@@ -47,63 +68,94 @@ def check_output(source_folder: Path, output: Path, *, overwrite: bool) -> Path:
     return resolved
 
 
-def staging_folder(output: Path) -> Path:
-    """The sibling in which the output is built."""
-    return output.parent / f"{output.name}.incomplete"
+def check_before_work(source_folder: Path, output: Path, *, overwrite: bool) -> None:
+    """`check_output`, but what unfinished work will do with the output is left to that work."""
+    if WorkFolder(check_place(source_folder, output)).journal.is_file():
+        return
+    check_output(source_folder, output, overwrite=overwrite)
 
 
-def make_staging_folder(output: Path) -> Path:
-    """Make an empty staging folder, in place of one that a killed run left behind.
+@dataclass(frozen=True)
+class WorkFolder:
+    """`<output>.incomplete`, the sibling in which the output is built.
 
-    Raises:
-        UsageError: something else has its name.
-        OSError: it cannot be made.
+    Attributes:
+        output: the final folder, links resolved.
     """
-    staging = staging_folder(output)
-    if staging.is_symlink() or staging.exists():
-        if staging.is_symlink() or not staging.is_dir() or not _was_left_behind(staging):
+
+    output: Path
+
+    @property
+    def path(self) -> Path:
+        """The folder itself."""
+        return self.output.parent / f"{self.output.name}.incomplete"
+
+    @property
+    def journal(self) -> Path:
+        """The journal, which is also the lock."""
+        return self.path / "journal.jsonl"
+
+    @property
+    def checkpoint(self) -> Path:
+        """What becomes the output."""
+        return self.path / "checkpoint"
+
+    @property
+    def replaced(self) -> Path:
+        """What stood at the output, between its removal and its deletion."""
+        return self.path / "replaced"
+
+    @property
+    def finished(self) -> bool:
+        """Whether a run renamed its result, but was killed before it could clean up."""
+        return not self.checkpoint.exists() and _has_content(self.output)
+
+    def make(self) -> None:
+        """Make the folder, unless an earlier run left it.
+
+        Raises:
+            UsageError: something else has its name.
+            OSError: it cannot be made.
+        """
+        if self.path.is_symlink() or (self.path.exists() and not self._was_left_behind()):
             raise UsageError(
-                f"{staging} stands in the way and was not left behind by an earlier run",
+                f"{self.path} stands in the way and was not left behind by an earlier run",
                 hint="move it elsewhere, or name another --output",
             )
-        shutil.rmtree(staging)
-    staging.mkdir(parents=True)
-    return staging
+        self.path.mkdir(parents=True, exist_ok=True)
 
+    def empty(self) -> None:
+        """Remove an earlier run's files; an old output that it had set aside comes back."""
+        if self.replaced.exists() and not _has_content(self.output):
+            self.replaced.replace(self.output)
+        for leftover in (self.checkpoint, self.replaced):
+            if leftover.exists():
+                shutil.rmtree(leftover)
 
-def move_into_place(staging: Path, output: Path) -> None:
-    """Rename the finished folder to the output; only then remove what stood there.
+    def move_into_place(self) -> None:
+        """Rename the finished checkpoint to the output, setting aside what stood there.
 
-    Raises:
-        KvarnError: the new folder stands, but the old one could not be removed.
-        OSError: the renaming failed; the old folder stands where it stood.
-    """
-    if not _has_content(output):
-        staging.replace(output)
-        sync_folder(output.parent)
-        return
-    shelter = Path(tempfile.mkdtemp(prefix=f"{output.name}.replaced-", dir=output.parent))
-    old = shelter / output.name
-    try:
-        output.replace(old)
+        Raises:
+            OSError: the renaming failed; the old folder stands where it stood.
+        """
+        if _has_content(self.output):
+            self.output.replace(self.replaced)
         try:
-            staging.replace(output)
-        except BaseException:
-            old.replace(output)
+            self.checkpoint.replace(self.output)
+        except OSError:
+            if self.replaced.exists():
+                self.replaced.replace(self.output)
             raise
-    except BaseException:
-        with contextlib.suppress(OSError):
-            shelter.rmdir()
-        raise
-    sync_folder(output.parent)
-    try:
-        shutil.rmtree(shelter)
-    except OSError as error:
-        raise KvarnError(
-            f"{output} is written, but the folder it replaces could not be removed: "
-            f"{error.strerror}",
-            hint=f"remove {shelter} yourself",
-        ) from error
+        sync_folder(self.output.parent)
+
+    def remove(self) -> None:
+        """Remove the folder with all that it holds, the journal last."""
+        self.empty()
+        self.journal.unlink(missing_ok=True)
+        self.path.rmdir()
+
+    def _was_left_behind(self) -> bool:
+        return self.path.is_dir() and (self.journal.is_file() or not _has_content(self.path))
 
 
 def _check_parent(output: Path) -> None:
@@ -133,11 +185,6 @@ def _check_present(output: Path, *, overwrite: bool) -> None:
             f"the output {output} holds no checkpoint, so it is not overwritten",
             hint="name another folder, or empty this one yourself",
         )
-
-
-def _was_left_behind(staging: Path) -> bool:
-    """A run writes the configuration first, so its folder holds one or nothing."""
-    return (staging / CONFIG_NAME).exists() or not _has_content(staging)
 
 
 def _has_content(folder: Path) -> bool:

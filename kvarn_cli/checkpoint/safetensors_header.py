@@ -7,6 +7,7 @@ Only the header is ever read here.
 Source: the safetensors format description, and its limits as in the reference implementation.
 """
 
+import hashlib
 import json
 import os
 from collections.abc import Mapping
@@ -14,11 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvarn_cli.checkpoint.strict_json import parse_object, quoted
+from kvarn_cli.checkpoint.strict_json import MAX_JSON_BYTES, parse_object, quoted
 from kvarn_cli.errors import CheckpointError
 
 LENGTH_BYTES = 8
-MAX_HEADER_BYTES = 100_000_000
 DTYPE_BITS = {
     "F4": 4,
     **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
@@ -64,12 +64,14 @@ class Header:
         tensors: in the order of the header, which need not be the order of the bytes.
         data_start: offset of the first byte behind the header.
         file_bytes: size of the whole file.
+        sha256: of the header's text.
     """
 
     metadata: dict[str, str]
     tensors: dict[str, TensorInfo]
     data_start: int
     file_bytes: int
+    sha256: str = ""
 
 
 def read_header(path: Path) -> Header:
@@ -84,24 +86,50 @@ def read_header(path: Path) -> Header:
             raise CheckpointError(f"{path} is missing or no regular file")
         with path.open("rb") as file:
             file_bytes = os.fstat(file.fileno()).st_size
-            header_bytes = int.from_bytes(file.read(LENGTH_BYTES), "little")
-            data_start = LENGTH_BYTES + header_bytes
-            if header_bytes > MAX_HEADER_BYTES or data_start > file_bytes:
-                raise CheckpointError(
-                    f"{path} claims a header of {header_bytes} bytes, but has {file_bytes} bytes "
-                    f"and a header may have {MAX_HEADER_BYTES}",
-                    hint="the file is no safetensors file, or its download was cut short",
-                )
-            document = parse_object(file.read(header_bytes), f"the header of {path}")
+            start = file.read(LENGTH_BYTES)
+            text = file.read(header_bytes_of(start, file_bytes, str(path)))
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-    metadata = _read_metadata(document.pop(_METADATA_KEY, None), path)
+    return parse_header(text, file_bytes, str(path))
+
+
+def header_bytes_of(start: bytes, file_bytes: int, where: str) -> int:
+    """The length of a header, from the first bytes of its file.
+
+    Raises:
+        CheckpointError: the file is too short, or the length cannot be meant.
+    """
+    header_bytes = int.from_bytes(start[:LENGTH_BYTES], "little")
+    if header_bytes > MAX_JSON_BYTES or LENGTH_BYTES + header_bytes > file_bytes:
+        raise CheckpointError(
+            f"{where} claims a header of {header_bytes} bytes, but has {file_bytes} bytes "
+            f"and a header may have {MAX_JSON_BYTES}",
+            hint="the file is no safetensors file, or its download was cut short",
+        )
+    return header_bytes
+
+
+def parse_header(text: bytes, file_bytes: int, where: str) -> Header:
+    """Check a header's text against the size of its file.
+
+    Args:
+        text: the whole header, without its length.
+        file_bytes: size of the file.
+        where: what errors call the file.
+
+    Raises:
+        CheckpointError: the header is broken.
+    """
+    document = parse_object(text, f"the header of {where}")
+    data_start = LENGTH_BYTES + len(text)
+    metadata = _read_metadata(document.pop(_METADATA_KEY, None), where)
     tensors = {
-        name: _read_tensor(entry, data_start, f"{path}: tensor {quoted(name)}")
+        name: _read_tensor(entry, data_start, f"{where}: tensor {quoted(name)}")
         for name, entry in document.items()
     }
-    header = Header(metadata, tensors, data_start, file_bytes)
-    _check_ranges(header, path)
+    sha256 = hashlib.sha256(text).hexdigest()
+    header = Header(metadata, tensors, data_start, file_bytes, sha256)
+    _check_ranges(header, where)
     return header
 
 
@@ -119,14 +147,14 @@ def encode_header(metadata: Mapping[str, str], header: Header) -> bytes:
     return len(text).to_bytes(LENGTH_BYTES, "little") + text
 
 
-def _read_metadata(metadata: Any, path: Path) -> dict[str, str]:
+def _read_metadata(metadata: Any, where: str) -> dict[str, str]:
     if metadata is None:
         return {}
     if not isinstance(metadata, dict):
-        raise CheckpointError(f"{path}: {_METADATA_KEY} must be an object or null")
+        raise CheckpointError(f"{where}: {_METADATA_KEY} must be an object or null")
     for key, value in metadata.items():
         if not isinstance(value, str):
-            raise CheckpointError(f"{path}: {_METADATA_KEY} entry {quoted(key)} must be a string")
+            raise CheckpointError(f"{where}: {_METADATA_KEY} entry {quoted(key)} must be a string")
     return metadata
 
 
@@ -169,22 +197,22 @@ def _element_count(shape: tuple[int, ...], where: str) -> int:
     return elements
 
 
-def _check_ranges(header: Header, path: Path) -> None:
+def _check_ranges(header: Header, where: str) -> None:
     """Refuse byte ranges that overlap, leave gaps, or do not end where the file ends."""
     position = header.data_start
     by_range = sorted(header.tensors.items(), key=lambda item: (item[1].start, item[1].end))
     for name, info in by_range:
         if info.start != position:
             problem = "overlaps the bytes of" if info.start < position else "leaves a gap behind"
-            raise CheckpointError(f"{path}: tensor {quoted(name)} {problem} the tensor before it")
+            raise CheckpointError(f"{where}: tensor {quoted(name)} {problem} the tensor before it")
         if info.end > header.file_bytes:
             raise CheckpointError(
-                f"{path}: tensor {quoted(name)} ends at byte {info.end}, "
+                f"{where}: tensor {quoted(name)} ends at byte {info.end}, "
                 f"but the file ends at {header.file_bytes}",
                 hint="the file is truncated; download it again",
             )
         position = info.end
     if position != header.file_bytes:
         raise CheckpointError(
-            f"{path} has {header.file_bytes - position} bytes that belong to no tensor"
+            f"{where} has {header.file_bytes - position} bytes that belong to no tensor"
         )

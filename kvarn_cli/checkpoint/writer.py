@@ -1,78 +1,119 @@
 """Write a copy of a checkpoint with some tensors changed, whole or not at all.
 
-    with CheckpointWriter(checkpoint, output) as writer:
-        writer.copy(patches)
-        writer.add_file("config.json", new_config)
-        writer.add_file("manifest.json", manifest_of(writer.files))
-        writer.commit()
+    with CheckpointWriter(checkpoint, output, patches=patches, plan=plan) as writer:
+        if not writer.committed:
+            writer.copy()
+            writer.add_file("config.json", new_config)
+            writer.add_file("manifest.json", manifest_of(writer.files, writer.tensors))
+            writer.commit()
 
-The source is only read, and nothing stands at the output before `commit`.
+The source is only read, and nothing stands at the output before `commit`. A run that dies leaves
+`<output>.incomplete`; the next one with the same plan goes on with what was finished there.
 """
 
 import contextlib
 import hashlib
+import json
 import os
-import shutil
-from collections.abc import Callable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Self
+from typing import Any, BinaryIO, Self
 
-from kvarn_cli.checkpoint.checkpoint import CONFIG_NAME, Checkpoint
-from kvarn_cli.checkpoint.file_copy import append_rest, sync_folder
-from kvarn_cli.checkpoint.output_folder import check_output, make_staging_folder, move_into_place
-from kvarn_cli.checkpoint.safetensors_header import Header, TensorInfo, encode_header, read_header
-from kvarn_cli.errors import KvarnError
+from kvarn_cli.checkpoint.checkpoint import Checkpoint
+from kvarn_cli.checkpoint.disk_space import FULL, can_clone, check_space, disk_full
+from kvarn_cli.checkpoint.file_copy import copy_range
+from kvarn_cli.checkpoint.safetensors_header import read_header
+from kvarn_cli.checkpoint.shard_stream import Patch, WrittenShard, plan_shard, write_shard
+from kvarn_cli.checkpoint.staging import Staging
+from kvarn_cli.errors import CheckpointError, KvarnError
 from kvarn_cli.metadata import FileRecord
 
-Patch = Callable[[bytearray, TensorInfo], bytes | bytearray | memoryview]
-"""From a tensor's bytes and description to as many new bytes."""
-
-_HASH_CHUNK_BYTES = 4 * 2**20
+_MOST_SHARDS_AT_ONCE = 4
+_METADATA_BYTES = 1 << 20
 
 
 class CheckpointWriter:
-    """Builds the output in `<output>.incomplete`; leaving the context removes what is uncommitted.
+    """Builds the output in `<output>.incomplete`.
+
+    Leaving the context removes that folder when the work was refused or had finished nothing;
+    after an interrupt, a full disk or any other accident it stays, to be continued.
 
     Args:
         checkpoint: the source.
         output: the folder to make.
-        overwrite: let it replace an earlier checkpoint, once the new one is whole.
-        progress: told, again and again, how many of `checkpoint.shard_bytes` are done; a byte
-            counts half when it is copied and half when it is hashed.
+        patches: what changes, by the name of the tensor.
+        plan: JSON-ready; what else decides the result, by name. Only a run with an equal plan and
+            an unchanged source is continued.
+        overwrite: let it replace an earlier checkpoint, once the new one is whole, and give up
+            the unfinished work of another plan.
+        progress: told, again and again, how many of `checkpoint.shard_bytes` are done.
 
     Attributes:
-        folder: where the files lie between entering the context and `commit`.
-        files: size and SHA-256 of every file written so far, by relative path.
+        files: size and hash of every file written so far, by relative path.
+        tensors: SHA-256 of the patched tensors written so far, by name.
 
     Raises:
-        UsageError: on entering the context, as `check_output` and `make_staging_folder` do.
+        UsageError: on entering the context, as `check_output`; another run works there; or it
+            holds the unfinished work of another plan.
+        DiskFullError: from any method, and on entering; the disk has no room.
         KvarnError: from any method, the disk did not take what was written.
     """
-
-    folder: Path
 
     def __init__(
         self,
         checkpoint: Checkpoint,
         output: Path,
         *,
+        patches: Mapping[str, Patch],
+        plan: Mapping[str, Any],
         overwrite: bool = False,
         progress: Callable[[int], None] = lambda bytes_done: None,
     ) -> None:
+        names = {name for header in checkpoint.shards.values() for name in header.tensors}
+        if unknown := patches.keys() - names:
+            raise ValueError(f"there are no such tensors to patch: {sorted(unknown)}")
         self.files: dict[str, FileRecord] = {}
+        self.tensors: dict[str, str] = {}
         self._checkpoint = checkpoint
         self._output = output
+        self._patches = patches
+        self._shards = {
+            name: plan_shard(header, patches) for name, header in checkpoint.shards.items()
+        }
+        self._sources = {
+            name: self._stamp(name) for name in [*checkpoint.shards, *map(str, checkpoint.sidecars)]
+        }
+        self._plan = json.loads(json.dumps({**plan, "source": self._sources}))
         self._overwrite = overwrite
         self._progress = progress
-        self._handled_bytes = 0
-        self._new_parents: list[Path] = []
+        self._shares_blocks = False
+        self._done_bytes = 0
+        self._progress_lock = threading.Lock()
+        self._stop = threading.Event()
 
     def __enter__(self) -> Self:
-        self._output = self._check_output()
-        self._new_parents = [folder for folder in self._output.parents if not folder.exists()]
         with self._disk_errors():
-            self.folder = make_staging_folder(self._output)
+            self._staging = Staging(
+                self._checkpoint.folder, self._output, plan=self._plan, overwrite=self._overwrite
+            )
+        if self.committed:
+            return self
+        try:
+            with self._disk_errors():
+                self._staging.drop_unfinished(self._sources)
+                for name, written in self._staging.journal.files.items():
+                    self._record(name, written)
+                    if name in self._shards:
+                        self._advance(self._checkpoint.shards[name].file_bytes)
+                some_shard = self._checkpoint.folder / next(iter(self._shards))
+                self._shares_blocks = can_clone(some_shard, self._staging.work.path)
+                check_space(self._staging.work.path, self._bytes_to_write())
+        except BaseException as error:
+            self._staging.leave(error)
+            raise
         return self
 
     def __exit__(
@@ -81,118 +122,172 @@ class CheckpointWriter:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
-        for parent in self._new_parents:
-            with contextlib.suppress(OSError):
-                parent.rmdir()
+        self._staging.leave(error)
 
-    def copy(self, patches: Mapping[str, Patch]) -> None:
-        """Copy every sidecar and shard, and put the patched tensors into the copies.
+    @property
+    def committed(self) -> bool:
+        """Whether the output stands, this run's or one's that was killed right after."""
+        return self._staging.committed
 
-        All other bytes stay as they are, except that a shard whose metadata names no `format`
-        gets a header that names `pt`: transformers before version 5 refuses a file without it.
+    @property
+    def folder(self) -> Path:
+        """Where the files lie, before and after `commit`."""
+        return self._staging.folder
+
+    @property
+    def tensor_bytes(self) -> int:
+        """Bytes of all tensors after the patches."""
+        return sum(plan.tensor_bytes for plan in self._shards.values())
+
+    @property
+    def notes(self) -> Mapping[str, Any]:
+        """What `note` kept, in this run or in the one that it continues."""
+        return self._staging.journal.notes
+
+    def note(self, name: str, value: Any) -> None:
+        """Keep a JSON-ready value for the run that may have to continue this one."""
+        with self._disk_errors():
+            self._staging.journal.note(name, value)
+
+    def copy(self, *, without: Collection[str] = ()) -> None:
+        """Copy every file of the checkpoint that is not finished, with the patches applied.
 
         Args:
-            patches: by name of the tensor; any tensor of the weight map.
+            without: sidecars that `add_file` will write.
 
         Raises:
-            CheckpointError: a shard changed while it was read.
-            ValueError: a patch is for an unknown tensor, or changes a tensor's size.
+            CheckpointError: a source file was cut short or changed since it was opened.
         """
-        if unknown := patches.keys() - self._checkpoint.weight_map.keys():
-            raise ValueError(f"there are no such tensors to patch: {sorted(unknown)}")
-        config_first = sorted(self._checkpoint.sidecars, key=lambda path: str(path) != CONFIG_NAME)
         with self._disk_errors():
-            for sidecar in map(str, config_first):
-                with self._source(sidecar) as source, self._new_file(sidecar) as target:
-                    shutil.copyfileobj(source, target)
-            for shard, header in self._checkpoint.shards.items():
-                self._copy_shard(shard, header, patches)
+            for sidecar in map(str, self._checkpoint.sidecars):
+                if sidecar not in without and sidecar not in self.files:
+                    self._copy_sidecar(sidecar)
+            largest_first = sorted(
+                (name for name in self._shards if name not in self.files),
+                key=lambda name: -self._shards[name].size_bytes,
+            )
+            workers = min(os.cpu_count() or 1, _MOST_SHARDS_AT_ONCE)
+            with ThreadPoolExecutor(workers, thread_name_prefix="kvarn-shard") as pool:
+                futures = [pool.submit(self._write_shard, name) for name in largest_first]
+                try:
+                    done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+                    failed = [e for future in done if (e := future.exception())]
+                    if failed:
+                        raise failed[0]
+                finally:
+                    self._stop.set()
+                    pool.shutdown(cancel_futures=True)
 
     def add_file(self, name: str, content: bytes) -> None:
-        """Write one file, in place of a copied one of the same name.
+        """Write one file that is not the source's own.
 
         Args:
             name: path relative to the output.
             content: the whole file.
         """
-        with self._disk_errors():
-            (self.folder / name).unlink(missing_ok=True)
-            with self._new_file(name) as target:
-                target.write(content)
+        with self._disk_errors(), self._new_file(name) as target:
+            target.write(content)
+        self.files[name] = _small_record(content)
 
     def commit(self) -> None:
         """Put the finished folder in its place; the old one, if any, is removed after that.
 
         Raises:
             UsageError: something else stands there by now.
+            KvarnError: the new folder stands, but the old one could not be removed.
         """
-        self._check_output()
         with self._disk_errors():
-            for folder, _, _ in os.walk(self.folder):
-                sync_folder(Path(folder))
-            move_into_place(self.folder, self._output)
+            self._staging.commit()
 
-    def _copy_shard(self, shard: str, header: Header, patches: Mapping[str, Patch]) -> None:
-        new_header, copied_from = b"", 0
-        if "format" not in header.metadata:
-            new_header = encode_header({**header.metadata, "format": "pt"}, header)
-            copied_from = header.data_start
-        with self._source(shard) as source, self._new_file(shard, self._advance) as target:
-            target.write(new_header)
-            append_rest(source, target, copied_from, header.file_bytes, self._advance)
-            for name, info in header.tensors.items():
-                if name not in patches:
-                    continue
-                data = patches[name](self._checkpoint.read(name), info)
-                if memoryview(data).nbytes != info.size_bytes:
-                    raise ValueError(f"the patch changes the size of tensor {name}")
-                target.seek(info.start - copied_from + len(new_header))
-                target.write(data)
-        if _layout(read_header(self.folder / shard)) != _layout(header):
-            raise KvarnError(f"{self.folder / shard} does not read back as it was written")
+    def _write_shard(self, name: str) -> None:
+        plan = self._shards[name]
+        with self._source(name) as source, self._new_file(name) as target:
+            written = write_shard(source, target, plan, self._patches, self._advance)
+        header = read_header(self.folder / name)
+        names = list(plan.source.tensors)
+        if header.file_bytes != plan.size_bytes or list(header.tensors) != names:
+            raise KvarnError(f"{self.folder / name} does not read back as written")
+        self._finish(name, written)
+
+    def _copy_sidecar(self, name: str) -> None:
+        digest = hashlib.sha256()
+        with self._source(name) as source, self._new_file(name) as target:
+            size = os.fstat(source.fileno()).st_size
+            copy_range(source, target, 0, size, position=0, consume=digest.update)
+        record = FileRecord(size_bytes=size, sha256=digest.hexdigest())
+        self._finish(name, WrittenShard(record, {}))
+
+    def _finish(self, name: str, written: WrittenShard) -> None:
+        if self._stamp(name) != self._sources[name]:
+            raise CheckpointError(f"{self._checkpoint.folder / name} changed while it was read")
+        self._staging.journal.finish_file(name, written)
+        self._record(name, written)
+
+    def _record(self, name: str, written: WrittenShard) -> None:
+        self.files[name] = written.record
+        self.tensors.update(written.tensors)
+
+    def _stamp(self, name: str) -> list[int]:
+        """Size and time of a source file: what tells that it was changed."""
+        try:
+            status = (self._checkpoint.folder / name).stat()
+        except OSError as error:
+            path = self._checkpoint.folder / name
+            raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+        return [status.st_size, status.st_mtime_ns]
 
     def _source(self, name: str) -> BinaryIO:
-        return (self._checkpoint.folder / name).open("rb")
+        return (self._checkpoint.folder / name).open("rb", buffering=0)
 
     @contextlib.contextmanager
-    def _new_file(
-        self, name: str, advance: Callable[[int], None] = lambda count: None
-    ) -> Iterator[BinaryIO]:
-        """A file that did not exist, nor a link of its name; synced and recorded at the end."""
+    def _new_file(self, name: str) -> Iterator[BinaryIO]:
+        """A file that did not exist, nor a link of its name; on the disk at the end."""
         path = self.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("xb") as file:
+        path.unlink(missing_ok=True)
+        with path.open("xb", buffering=0) as file:
             yield file
-            file.flush()
             os.fsync(file.fileno())
-        digest = hashlib.sha256()
-        with path.open("rb") as file:
-            while chunk := file.read(_HASH_CHUNK_BYTES):
-                digest.update(chunk)
-                advance(len(chunk))
-        self.files[name] = FileRecord(size_bytes=path.stat().st_size, sha256=digest.hexdigest())
 
     def _advance(self, count: int) -> None:
-        self._handled_bytes += count
-        self._progress(self._handled_bytes // 2)
+        if self._stop.is_set():
+            raise _StoppedError
+        with self._progress_lock:
+            self._done_bytes += count
+            self._progress(self._done_bytes)
 
-    def _check_output(self) -> Path:
-        return check_output(self._checkpoint.folder, self._output, overwrite=self._overwrite)
+    def _bytes_to_write(self) -> int:
+        """Of what is not finished; shared blocks take no room where the disk can share them."""
+        sizes = {name: self._shards[name].size_bytes for name in self._shards}
+        if self._shares_blocks:
+            for name, plan in self._shards.items():
+                if plan.header is None:
+                    changed = self._patches.keys() & plan.tensors.keys()
+                    sizes[name] = sum(plan.tensors[tensor].size_bytes for tensor in changed)
+        sizes |= {name: stamp[0] for name, stamp in self._sources.items() if name not in sizes}
+        unfinished = sum(size for name, size in sizes.items() if name not in self.files)
+        return unfinished + _METADATA_BYTES
+
+    def _existing_parent(self) -> Path:
+        return next(folder for folder in self._output.absolute().parents if folder.exists())
 
     @contextlib.contextmanager
     def _disk_errors(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
+            if error.errno in FULL:
+                reason = error.strerror or "no space left"
+                raise disk_full(self._existing_parent(), self._bytes_to_write(), reason) from error
             raise KvarnError(
                 f"cannot write {self._output}: {error.strerror}",
-                hint="nothing is left of it; run it again, or name another --output",
+                hint="run the same command again to continue, or name another --output",
             ) from error
 
 
-def _layout(header: Header) -> list[tuple[str, str, tuple[int, ...], int]]:
-    return [
-        (name, info.dtype, info.shape, info.start - header.data_start)
-        for name, info in header.tensors.items()
-    ]
+class _StoppedError(Exception):
+    """Ends a worker whose result nobody waits for."""
+
+
+def _small_record(content: bytes) -> FileRecord:
+    return FileRecord(size_bytes=len(content), sha256=hashlib.sha256(content).hexdigest())

@@ -12,18 +12,20 @@ from kvarn_cli.cli.convert import convert
 from kvarn_cli.cli.generate import generate
 from kvarn_cli.cli.inspect_errors import inspect_errors
 from kvarn_cli.cli.push_to_hub import push_to_hub
+from kvarn_cli.cli.verify import verify
 from kvarn_cli.errors import UsageError
 
 app = typer.Typer(
     name="kvarn",
     help="Convert checkpoints for the KVarN KV cache, prove it, and measure the error.",
     epilog="Exit codes: 0 done, 1 unexpected, 2 usage, 3 unsupported model, 4 Hub or network, "
-    "5 a threshold was missed, 6 broken checkpoint, 130 interrupted.",
+    "5 a threshold was missed, 6 broken checkpoint, 7 disk full, 130 interrupted, 143 terminated.",
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
 app.command("convert")(convert)
+app.command("verify")(verify)
 app.command("inspect-errors")(inspect_errors)
 app.command("generate")(generate)
 app.command("push-to-hub")(push_to_hub)

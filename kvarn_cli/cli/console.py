@@ -2,12 +2,14 @@
 
 import json
 import os
+import signal
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import Self
+from types import FrameType, TracebackType
+from typing import Any, NoReturn, Self
 
 import typer
 from rich.console import Console as RichConsole
@@ -17,10 +19,15 @@ from rich.table import Table
 from kvarn_cli.errors import KvarnError
 from kvarn_cli.progress import Report
 
-INTERRUPTED = 130
+INTERRUPTED = 128 + signal.SIGINT
+TERMINATED = 128 + signal.SIGTERM
 
 _PIPE_COLUMNS = 100
 _CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+
+
+class TerminatedError(BaseException):
+    """SIGTERM came; like a KeyboardInterrupt, no `except Exception` may swallow it."""
 
 
 class Console:
@@ -29,17 +36,22 @@ class Console:
     Args:
         as_json: print one JSON document on stdout and nothing else there.
         quiet: leave notes and progress out; results and errors stay.
+        after_interrupt: what an interrupted user should know.
     """
 
-    def __init__(self, *, as_json: bool, quiet: bool) -> None:
+    def __init__(self, *, as_json: bool, quiet: bool, after_interrupt: str = "") -> None:
         self.as_json = as_json
         self.quiet = quiet
+        self._after_interrupt = after_interrupt
+        self._old_handler: Any = None
         self._out = _rich(stderr=False, width=None if sys.stdout.isatty() else _PIPE_COLUMNS)
         self._err = _rich(stderr=True)
         if quiet or not sys.stderr.isatty():
             os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
     def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            self._old_handler = signal.signal(signal.SIGTERM, _raise_terminated)
         return self
 
     def __exit__(
@@ -49,12 +61,17 @@ class Console:
         traceback: TracebackType | None,
     ) -> None:
         """Tell errors; those raised on purpose end the command, others keep their traceback."""
+        if self._old_handler is not None:
+            signal.signal(signal.SIGTERM, self._old_handler)
         if isinstance(error, KvarnError):
             self.error(str(error), error.hint, error.exit_code, error.details)
             raise typer.Exit(error.exit_code) from None
         if isinstance(error, KeyboardInterrupt):
-            self.error("interrupted", "", INTERRUPTED)
+            self.error("interrupted", self._after_interrupt, INTERRUPTED)
             raise typer.Exit(INTERRUPTED) from None
+        if isinstance(error, TerminatedError):
+            self.error("terminated", self._after_interrupt, TERMINATED)
+            raise typer.Exit(TERMINATED) from None
         if isinstance(error, Exception) and not isinstance(error, typer.Exit | BrokenPipeError):
             self.error(
                 f"unexpected {kind.__name__ if kind else ''}: {error}",
@@ -132,6 +149,10 @@ class Console:
             yield report
         finally:
             bars.stop()
+
+
+def _raise_terminated(number: int, frame: FrameType | None) -> NoReturn:
+    raise TerminatedError
 
 
 def _rich(*, stderr: bool, width: int | None = None) -> RichConsole:

@@ -3,7 +3,7 @@
 import shlex
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,6 +16,15 @@ if TYPE_CHECKING:
     from kvarn_cli.conversion.plan import ConversionPlan
     from kvarn_cli.conversion.run import Conversion
     from kvarn_cli.metadata import Calibration, ProofRecord, Thresholds
+
+
+class OutputDtype(StrEnum):
+    """Dtype of the written weights."""
+
+    keep = "keep"
+    float16 = "float16"
+    bfloat16 = "bfloat16"
+    float32 = "float32"
 
 
 class RotationPlace(StrEnum):
@@ -41,6 +50,10 @@ def convert(
         RotationPlace,
         typer.Option(help="fused: V's rotation goes into W_V and W_O; online: no weight changes."),
     ] = RotationPlace.fused,
+    dtype: Annotated[
+        OutputDtype,
+        typer.Option(help="Of the written weights: float16 for engines that want it."),
+    ] = OutputDtype.keep,
     dry_run: Annotated[
         bool,
         typer.Option("--dry-run", help="Check all that can be checked, print the plan and stop."),
@@ -69,7 +82,7 @@ def convert(
         bool, typer.Option("--overwrite", help="Replace an earlier checkpoint at --output.")
     ] = False,
     device: options.Device = "auto",
-    dtype: options.ComputeDtype = "float32",
+    compute_dtype: options.ComputeDtype = "float32",
     revision: options.Revision = None,
     token: options.Token = None,
     cache_dir: options.CacheDir = None,
@@ -81,7 +94,10 @@ def convert(
 
     Nothing is written before the fusion is proven and the result validated against the original.
     """
-    with Console(as_json=as_json, quiet=quiet) as console:
+    after_interrupt = "run the same command again"
+    if output is not None:
+        after_interrupt += f"; it continues with what is finished in {output}.incomplete"
+    with Console(as_json=as_json, quiet=quiet, after_interrupt=after_interrupt) as console:
         settings = KVarNSettings.from_name(preset).with_(iterations=iterations)
         thresholds = _thresholds(
             max_kl=max_kl, min_top1=min_top1, max_loss_increase=max_loss_increase
@@ -104,15 +120,17 @@ def convert(
                 CalibrationText(dataset, dataset_field, num_samples, sequence_length, seed),
                 thresholds,
                 torch_device,
-                parse_dtype(dtype, torch_device),
+                parse_dtype(compute_dtype, torch_device),
             )
         plan = plan_conversion(
             model,
             settings=settings,
             rotation=rotation.value,
+            dtype=None if dtype is OutputDtype.keep else dtype.value,
             output=output,
             overwrite=overwrite,
             validation=validation,
+            headers_only=dry_run,
             revision=revision,
             token=token,
             cache_dir=cache_dir,
@@ -120,8 +138,11 @@ def convert(
             note=console.note,
         )
         if dry_run:
-            _show_plan(console, plan)
-            console.document(plan.summary())
+            from kvarn_cli.conversion.dry_run import plan_summary
+
+            summary = plan_summary(plan, output)
+            _show_plan(console, plan, summary)
+            console.document(summary)
             return
         with console.progress() as report:
             conversion = run_conversion(plan, force=force, report=report)
@@ -130,6 +151,7 @@ def convert(
             {
                 "output": str(conversion.output),
                 "warnings": list(conversion.warnings),
+                "elapsed_seconds": conversion.elapsed_seconds,
                 "kvarn_config": conversion.metadata.model_dump(mode="json"),
             }
         )
@@ -148,29 +170,42 @@ def _thresholds(**limits: float) -> "Thresholds":
         raise UsageError(f"{option} is {first['input']}: {first['msg']}") from error
 
 
-def _show_plan(console: Console, plan: "ConversionPlan") -> None:
-    summary = plan.summary()
+def _show_plan(console: Console, plan: "ConversionPlan", summary: dict[str, Any]) -> None:
     settings, cache = plan.settings, plan.cache
     where = f"fused into {len(plan.rotated_tensors)} tensors" if plan.layout else "online"
+    per_token = summary["cache_bytes_per_token"]
     lines = {
         "model": f"{plan.source.name} ({summary['architecture']})",
-        "cache": f"{settings.cache_dtype}, {settings.record_bytes(cache.head_dim):,} bytes a "
-        f"record, {settings.bits_per_element(cache.head_dim):.4g} bits an element",
+        "cache": f"{settings.cache_dtype}, {summary['record_bytes']:,} bytes a record, "
+        f"{summary['bits_per_element']:.4g} bits an element",
         "layers": f"{len(cache.covered)} of {cache.num_layers} covered, "
         f"{cache.num_kv_heads} KV heads of {cache.head_dim}",
         "rotation of V": where,
         "weights": f"{len(plan.checkpoint.shards)} files, {plan.checkpoint.shard_bytes:,} bytes; "
         f"{summary['bytes_rotated']:,} of them change",
+        "read, written": f"{summary['bytes_read']:,} and {summary['bytes_written']:,} bytes",
+        "cache a token": f"{per_token['packed']:,.0f} bytes, float16 takes "
+        f"{per_token['float16']:,}",
     }
     if plan.proof is not None:
         lines["proof"] = (
             f"fusion moves a small instance's logits by {plan.proof.largest_difference:.1e} of the "
             f"largest (allowed {plan.proof.tolerance:.0e})"
         )
-    for length in (32_768, 131_072):
-        packed, full = plan.cache_bytes(length), plan.sixteen_bit_cache_bytes(length)
-        lines[f"cache at {length // 1024}k"] = (
-            f"{packed / 2**20:,.1f} MiB, float16 takes {full / 2**20:,.1f} MiB"
+    for length, sizes in summary["cache_bytes"].items():
+        lines[f"cache at {int(length) // 1024}k"] = (
+            f"{sizes['packed'] / 2**20:,.1f} MiB, float16 takes {sizes['float16'] / 2**20:,.1f} MiB"
+        )
+    if summary["tensors_cast"]:
+        lines["cast"] = f"{len(summary['tensors_cast'])} more tensors to {plan.torch_dtype}"
+    if summary["seconds_at_that_speed"] is not None:
+        lines["writing"] = (
+            f"about {summary['seconds_at_that_speed']:,.0f} s at the "
+            f"{summary['disk_bytes_per_second'] / 1e6:,.0f} MB/s that this disk took just now"
+        )
+    if plan.header_requests:
+        lines["headers"] = (
+            f"{plan.header_requests} range requests, {plan.header_bytes_received:,} bytes"
         )
     for name, text in lines.items():
         console.result(f"{name:14} {text}")
@@ -178,6 +213,10 @@ def _show_plan(console: Console, plan: "ConversionPlan") -> None:
         console.result(f"left out       layer {layer.index}: {layer.reason}")
     for path, reason in plan.checkpoint.left_out:
         console.result(f"not copied     {path}: {reason}")
+    console.result("How engines are told, as their public sources say (none was run here):")
+    for backend in summary["backends"]:
+        told = backend["command"] or f"does not take this; it {backend['note']}"
+        console.result(f"  {backend['backend']}: {told}")
 
 
 def _show_conversion(console: Console, conversion: "Conversion") -> None:

@@ -10,23 +10,24 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from kvarn_cli.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from kvarn_cli.checkpoint.output_folder import check_output
+from kvarn_cli.checkpoint.output_folder import check_before_work
+from kvarn_cli.checkpoint.remote_headers import RemoteHeaders
 from kvarn_cli.checkpoint.source import Source, fetch_weights, resolve_source
-from kvarn_cli.conversion.tensor_bytes import to_tensor
-from kvarn_cli.errors import UnsupportedModelError
+from kvarn_cli.errors import UnsupportedModelError, UsageError
 from kvarn_cli.evaluation.calibration import CalibrationText
 from kvarn_cli.evaluation.rehearsal import rehearse
 from kvarn_cli.metadata import KVarNConfig, Thresholds
 from kvarn_cli.model.cache_layout import CacheLayout, find_cache_layout
-from kvarn_cli.model.layout import ModelLayout, check_dtypes, find_layout
+from kvarn_cli.model.layout import FUSIBLE_DTYPES, ModelLayout, check_dtypes, find_layout
 from kvarn_cli.model.loading import load_config, load_tokenizer
 from kvarn_cli.model.parameter_names import parameter_names
 from kvarn_cli.model.proof import Proof, prove_fusion
-from kvarn_cli.runtime.coverage import architecture_of
 from kvarn_cli.settings import KVarNSettings
+from kvarn_cli.tensor_bytes import to_tensor
 
 RotationPlace = Literal["fused", "online"]
 Note = Callable[[str], None]
+_OUTPUT_DTYPES = {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,15 @@ class Validation:
     device: torch.device
     dtype: torch.dtype | None
 
+    @property
+    def identity(self) -> dict[str, object]:
+        """What decides the result of the validation, JSON-ready."""
+        return {
+            "text": {name: str(value) for name, value in asdict(self.text).items()},
+            "thresholds": self.thresholds.model_dump(mode="json"),
+            "dtype": str(self.dtype),
+        }
+
 
 @dataclass(frozen=True)
 class ConversionPlan:
@@ -58,12 +68,15 @@ class ConversionPlan:
         cache: which layers the packed cache covers.
         layout: the tensors to rotate; None when V is rotated online and no weight changes.
         parameters: by tensor to rotate, the parameter that the model class loads it into.
+        dtype: safetensors' name of the one that the output's plain floats get; None keeps theirs.
         proof: that rotating them changes nothing; None where there is no layout.
         output: the folder to write; None for a plan that is only looked at.
         overwrite: whether the output may replace an earlier checkpoint.
         validation: how the result is validated; None leaves that out.
         windows: its calibration tokens, int64 [num_samples, sequence_length].
         trust_remote_code: whether code from the checkpoint may run.
+        header_requests: range requests that the plan took.
+        header_bytes_received: bytes that they brought.
     """
 
     source: Source
@@ -73,12 +86,20 @@ class ConversionPlan:
     cache: CacheLayout
     layout: ModelLayout | None
     parameters: Mapping[str, str]
+    dtype: str | None
     proof: Proof | None
     output: Path | None
     overwrite: bool
     validation: Validation | None
     windows: Tensor | None
     trust_remote_code: bool
+    header_requests: int = 0
+    header_bytes_received: int = 0
+
+    @property
+    def torch_dtype(self) -> torch.dtype | None:
+        """`dtype` as torch has it."""
+        return None if self.dtype is None else FUSIBLE_DTYPES[self.dtype]
 
     @property
     def rotated_tensors(self) -> tuple[str, ...]:
@@ -100,38 +121,11 @@ class ConversionPlan:
         heads = len(self.cache.covered) * self.cache.num_kv_heads
         return heads * sequence_length * 2 * self.cache.head_dim * 2
 
-    def summary(self) -> dict[str, object]:
-        """The plan as JSON-ready data."""
-        checkpoint = self.checkpoint
-        return {
-            "model": self.source.name,
-            "revision": self.source.revision,
-            "architecture": architecture_of(self.config),
-            "cache_dtype": self.settings.cache_dtype,
-            "rotation": "fused" if self.layout else "online",
-            "proof": asdict(self.proof) if self.proof else None,
-            "head_dim": self.cache.head_dim,
-            "record_bytes": self.settings.record_bytes(self.cache.head_dim),
-            "bits_per_element": self.settings.bits_per_element(self.cache.head_dim),
-            "layers_covered": list(self.cache.covered),
-            "layers_left_out": [
-                {"layer": layer.index, "reason": layer.reason} for layer in self.cache.left_out
-            ],
-            "tensors_rotated": list(self.rotated_tensors),
-            "bytes_rotated": sum(checkpoint.info(n).size_bytes for n in self.rotated_tensors),
-            "bytes_copied": checkpoint.shard_bytes,
-            "files": sorted([*checkpoint.shards, *map(str, checkpoint.sidecars)]),
-            "files_left_out": [
-                {"path": str(path), "reason": reason} for path, reason in checkpoint.left_out
-            ],
-            "cache_bytes": {
-                str(length): {
-                    "packed": self.cache_bytes(length),
-                    "float16": self.sixteen_bit_cache_bytes(length),
-                }
-                for length in (32_768, 131_072)
-            },
-        }
+    @property
+    def packed_bytes_per_token(self) -> float:
+        """Bytes of the covered layers' packed tiles for one of their tokens."""
+        heads = len(self.cache.covered) * self.cache.num_kv_heads
+        return heads * self.settings.record_bytes(self.cache.head_dim) / self.settings.group_size
 
 
 def plan_conversion(
@@ -139,9 +133,11 @@ def plan_conversion(
     *,
     settings: KVarNSettings,
     rotation: RotationPlace,
+    dtype: str | None = None,
     output: Path | None = None,
     overwrite: bool = False,
     validation: Validation | None = None,
+    headers_only: bool = False,
     revision: str | None = None,
     token: str | None = None,
     cache_dir: Path | None = None,
@@ -157,9 +153,12 @@ def plan_conversion(
         model: local folder or Hub id.
         settings: of the quantizer.
         rotation: whether V's rotation goes into the weights.
+        dtype: float16, bfloat16 or float32: the output's plain floats get it; None keeps theirs.
         output: the folder to write; None for a plan that is only looked at.
         overwrite: whether the output may replace an earlier checkpoint.
         validation: how to validate the result; None leaves that out.
+        headers_only: of a model on the Hub, read the headers of its weights and nothing else of
+            them; such a plan can be shown, not run.
         revision: branch, tag or commit on the Hub.
         token: Hub token.
         cache_dir: where downloads are kept.
@@ -172,13 +171,14 @@ def plan_conversion(
         CheckpointError: a file is broken.
         HubError: the download failed.
     """
+    output_dtype = _output_dtype(dtype)
     if validation is not None:
         validation.text.check_length(settings)
     source = resolve_source(
         model, revision=revision, token=token, cache_dir=cache_dir, weights=False
     )
     if output is not None:
-        check_output(source.folder, output, overwrite=overwrite)
+        check_before_work(source.folder, output, overwrite=overwrite)
     config = load_config(source.folder, trust_remote_code=trust_remote_code)
     _refuse_converted(config.to_dict(), source)
     cache = find_cache_layout(config)
@@ -198,14 +198,22 @@ def plan_conversion(
         proof = prove_fusion(config, trust_remote_code=trust_remote_code)
     if validation is not None:
         _rehearse_validation(config, trust_remote_code=trust_remote_code)
-    if source.from_hub:
+    remote = None
+    if headers_only and source.from_hub:
+        remote = RemoteHeaders(source.name, source.revision, token)
+    elif source.from_hub:
         note("Downloading the weights, as far as they are not in the cache")
-    fetch_weights(source, token=token, cache_dir=cache_dir)
-    checkpoint = open_checkpoint(source.folder)
+        fetch_weights(source, token=token, cache_dir=cache_dir)
+    checkpoint = open_checkpoint(source.folder, remote)
     layout, parameters = None, {}
     if rotation == "fused":
         layout = _find_layout(config, checkpoint)
         parameters = parameter_names(config, layout, trust_remote_code=trust_remote_code)
+    if output_dtype is not None and checkpoint.config.get("quantization_config"):
+        raise UnsupportedModelError(
+            f"{source.name} has quantized weights, whose scales must keep their dtype",
+            hint="leave out --dtype",
+        )
     return ConversionPlan(
         source=source,
         checkpoint=checkpoint,
@@ -214,13 +222,24 @@ def plan_conversion(
         cache=cache,
         layout=layout,
         parameters=parameters,
+        dtype=output_dtype,
         proof=proof,
         output=output,
         overwrite=overwrite,
         validation=validation,
         windows=windows,
         trust_remote_code=trust_remote_code,
+        header_requests=remote.requests if remote else 0,
+        header_bytes_received=remote.received_bytes if remote else 0,
     )
+
+
+def _output_dtype(name: str | None) -> str | None:
+    if name is None:
+        return None
+    if name not in _OUTPUT_DTYPES:
+        raise UsageError(f"dtype {name!r} is none of {', '.join(_OUTPUT_DTYPES)}")
+    return _OUTPUT_DTYPES[name]
 
 
 def _refuse_converted(config: dict[str, object], source: Source) -> None:

@@ -1,34 +1,27 @@
 """Carry a plan out: check the weights, validate, write."""
 
-import json
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from kvarn_cli import __version__
-from kvarn_cli.checkpoint.checkpoint import CONFIG_NAME, loadable_folder
-from kvarn_cli.checkpoint.safetensors_header import TensorInfo
-from kvarn_cli.checkpoint.writer import CheckpointWriter, Patch
+from kvarn_cli.checkpoint.checkpoint import loadable_folder
+from kvarn_cli.checkpoint.writer import CheckpointWriter
 from kvarn_cli.conversion.description import describe
+from kvarn_cli.conversion.output import write_output
+from kvarn_cli.conversion.patches import conversion_patches
 from kvarn_cli.conversion.plan import ConversionPlan
-from kvarn_cli.conversion.tensor_bytes import to_bytes, to_tensor
 from kvarn_cli.errors import ThresholdError
 from kvarn_cli.evaluation.validation import validate
-from kvarn_cli.metadata import (
-    CONFIG_KEY,
-    MANIFEST_NAME,
-    MODEL_CARD_NAME,
-    Calibration,
-    KVarNConfig,
-    Manifest,
-    ProofRecord,
-)
+from kvarn_cli.metadata import Calibration, KVarNConfig, ProofRecord
 from kvarn_cli.model.fusion import TensorRotation, tensor_rotations
 from kvarn_cli.model.loading import check_token_ids, load_model
 from kvarn_cli.model.weight_check import check_weights
 from kvarn_cli.progress import Report, silent
+from kvarn_cli.verification.folder import read_metadata
 
-_UNLISTED = (MANIFEST_NAME, MODEL_CARD_NAME)
+_SHOWN = "checks and validation"
 
 
 @dataclass(frozen=True)
@@ -39,17 +32,21 @@ class Conversion:
         output: the converted folder.
         metadata: what its config.json now says about it.
         warnings: what the user should know about the weights.
+        elapsed_seconds: time that each stage of this run took.
     """
 
     output: Path
     metadata: KVarNConfig
     warnings: tuple[str, ...]
+    elapsed_seconds: dict[str, float]
 
 
 def run_conversion(
     plan: ConversionPlan, *, force: bool = False, report: Report = silent
 ) -> Conversion:
     """Check the plan on the real weights, validate it, and write the converted checkpoint.
+
+    A run that was killed is continued: what it checked, validated and wrote is not done again.
 
     Args:
         plan: what to convert, and how; with an output.
@@ -60,12 +57,54 @@ def run_conversion(
         UnsupportedModelError: the fusion changes more than rounding explains.
         ThresholdError: validation missed a threshold, and `force` is not set.
         CheckpointError: a tensor is broken.
-        UsageError: the output can no longer be used.
+        UsageError: the output can no longer be used, or another conversion uses it.
+        DiskFullError: the disk has no room.
     """
     if plan.output is None:
         raise ValueError("the plan names no output")
-    rotations = tensor_rotations(plan.layout) if plan.layout else {}
-    proof, warnings = _check_fusion(plan, report)
+    checkpoint = plan.checkpoint
+    with CheckpointWriter(
+        checkpoint,
+        plan.output,
+        patches=conversion_patches(checkpoint, plan.layout, plan.dtype),
+        plan=_identity(plan, force),
+        overwrite=plan.overwrite,
+        progress=lambda done: report("writing", done, checkpoint.shard_bytes),
+    ) as writer:
+        if writer.committed:
+            return Conversion(plan.output, read_metadata(writer.folder), (), {})
+        start = time.perf_counter()
+        if _SHOWN not in writer.notes:
+            metadata, warnings = _check(plan, force, report)
+            found = {"metadata": metadata.model_dump(mode="json"), "warnings": warnings}
+            writer.note(_SHOWN, found)
+        shown = writer.notes[_SHOWN]
+        metadata = KVarNConfig.model_validate(shown["metadata"])
+        checked = time.perf_counter()
+        report("writing", 0, checkpoint.shard_bytes)
+        write_output(writer, checkpoint, metadata, plan.dtype)
+        elapsed = {"checks": checked - start, "writing": time.perf_counter() - checked}
+    return Conversion(plan.output, metadata, tuple(shown["warnings"]), elapsed)
+
+
+def _identity(plan: ConversionPlan, force: bool) -> dict[str, object]:
+    """What decides the result, by the names that the user knows."""
+    return {
+        "kvarn version": __version__,
+        "model": [plan.source.name, plan.source.revision],
+        "preset or iterations": asdict(plan.settings),
+        "rotation": "fused" if plan.layout else "online",
+        "dtype": plan.dtype,
+        "validation": plan.validation and plan.validation.identity | {"force": force},
+    }
+
+
+def _check(
+    plan: ConversionPlan, force: bool, report: Report
+) -> tuple[KVarNConfig, tuple[str, ...]]:
+    """Look at the real weights and validate; what was found, as metadata, and warnings."""
+    rotations = tensor_rotations(plan.layout, dtype=plan.torch_dtype) if plan.layout else {}
+    proof, warnings = _check_fusion(plan, rotations, report)
     calibration = _validate(plan, rotations, report)
     if calibration is not None and calibration.misses and not force:
         raise ThresholdError(
@@ -75,18 +114,16 @@ def run_conversion(
             "--max-loss-increase), or pass --force to write it and record the miss",
             details={"calibration": calibration.model_dump(mode="json")},
         )
-    metadata = describe(plan, proof, calibration)
-    _write(plan, plan.output, metadata, rotations, report)
-    return Conversion(plan.output, metadata, warnings)
+    return describe(plan, proof, calibration), warnings
 
 
 def _check_fusion(
-    plan: ConversionPlan, report: Report
+    plan: ConversionPlan, rotations: Mapping[str, TensorRotation], report: Report
 ) -> tuple[ProofRecord | None, tuple[str, ...]]:
     if plan.layout is None or plan.proof is None:
         return None, ()
     report("checking the weights", 0, 1)
-    check = check_weights(plan.layout, plan.read)
+    check = check_weights(plan.layout, plan.read, lambda name: rotations[name](plan.read(name)))
     report("checking the weights", 1, 1)
     record = ProofRecord(
         instance_difference=plan.proof.largest_difference,
@@ -125,38 +162,3 @@ def _validate(
         thresholds=validation.thresholds,
         misses=validation.thresholds.misses(engines),
     )
-
-
-def _write(
-    plan: ConversionPlan,
-    output: Path,
-    metadata: KVarNConfig,
-    rotations: Mapping[str, TensorRotation],
-    report: Report,
-) -> None:
-    checkpoint = plan.checkpoint
-    config = checkpoint.config | {CONFIG_KEY: metadata.model_dump(mode="json")}
-    report("writing", 0, checkpoint.shard_bytes)
-    with CheckpointWriter(
-        checkpoint,
-        output,
-        overwrite=plan.overwrite,
-        progress=lambda done: report("writing", done, checkpoint.shard_bytes),
-    ) as writer:
-        writer.copy({name: _patch(rotate) for name, rotate in rotations.items()})
-        writer.add_file(CONFIG_NAME, _json_bytes(config))
-        files = {n: record for n, record in writer.files.items() if n not in _UNLISTED}
-        manifest = Manifest(kvarn_version=__version__, files=dict(sorted(files.items())))
-        writer.add_file(MANIFEST_NAME, _json_bytes(manifest.model_dump(mode="json")))
-        writer.commit()
-
-
-def _patch(rotate: TensorRotation) -> Patch:
-    def patch(data: bytearray, info: TensorInfo) -> memoryview:
-        return to_bytes(rotate(to_tensor(data, info)))
-
-    return patch
-
-
-def _json_bytes(data: Mapping[str, object]) -> bytes:
-    return (json.dumps(data, indent=2, ensure_ascii=False) + "\n").encode()

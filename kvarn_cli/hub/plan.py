@@ -15,6 +15,7 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 from kvarn_cli.checkpoint.checkpoint import CONFIG_NAME
+from kvarn_cli.checkpoint.hashing import hash_file
 from kvarn_cli.checkpoint.strict_json import parse_object
 from kvarn_cli.errors import CheckpointError, HubError, UsageError
 from kvarn_cli.hub.card import ModelCardText, write_card
@@ -29,8 +30,6 @@ from kvarn_cli.progress import Report, silent
 
 MAX_FILE_BYTES = 50 * 10**9
 """The largest file the Hub takes, as its documentation says."""
-
-_HASH_CHUNK_BYTES = 4 * 2**20
 
 
 @dataclass(frozen=True)
@@ -103,9 +102,9 @@ def plan_push(folder: Path, repo_id: str, *, progress: Report = silent) -> PushP
         raise CheckpointError(f"{MANIFEST_NAME} does not list {CONFIG_NAME}")
     _check_sizes(folder, records)
     card = write_card(config, repo_id, _read_if_there(folder / MODEL_CARD_NAME))
-    _check_hashes(folder, records, progress)
+    sha256 = _check_hashes(folder, records, progress)
     files = [
-        PlannedFile(path, record.size_bytes, record.sha256, folder / path)
+        PlannedFile(path, record.size_bytes, sha256[path], folder / path)
         for path, record in sorted(records.items())
     ]
     files.append(PlannedFile.from_bytes(MANIFEST_NAME, manifest_bytes))
@@ -178,21 +177,26 @@ def _check_sizes(folder: Path, records: dict[str, FileRecord]) -> None:
             )
 
 
-def _check_hashes(folder: Path, records: dict[str, FileRecord], progress: Report) -> None:
+def _check_hashes(folder: Path, records: dict[str, FileRecord], progress: Report) -> dict[str, str]:
+    """Compare each file with its own hash; in the same reading take SHA-256, the Hub's hash."""
     total = sum(record.size_bytes for record in records.values())
     done = 0
+
+    def advance(count: int) -> None:
+        nonlocal done
+        done += count
+        progress("checking files", done, total)
+
+    sha256 = {}
     for path, record in records.items():
-        digest = hashlib.sha256()
         try:
-            with (folder / path).open("rb") as file:
-                while chunk := file.read(_HASH_CHUNK_BYTES):
-                    digest.update(chunk)
-                    done += len(chunk)
-                    progress("checking files", done, total)
+            found = hash_file(folder / path, {"sha256", record.algorithm}, advance)
         except OSError as error:
             raise _changed(folder / path, f"cannot be read ({error.strerror})") from error
-        if digest.hexdigest() != record.sha256:
-            raise _changed(folder / path, "has another SHA-256")
+        if found[record.algorithm] != record.digest:
+            raise _changed(folder / path, "has another hash")
+        sha256[path] = found["sha256"]
+    return sha256
 
 
 def _changed(path: Path, how: str) -> CheckpointError:

@@ -43,59 +43,71 @@ TensorRotation = Callable[[Tensor], Tensor]
 _OUTPUT_ROWS = 1024
 
 
-def rotate_value_weight(weight: Tensor, rotation: Tensor) -> Tensor:
+def rotate_value_weight(
+    weight: Tensor, rotation: Tensor, dtype: torch.dtype | None = None
+) -> Tensor:
     """W_V'[h] = Rᵀ W_V[h] for every KV head h.
 
     Args:
         weight: [num_kv_heads * head_dim, hidden_size], any float dtype.
         rotation: R, [head_dim, head_dim].
+        dtype: of the result; None is that of `weight`.
 
     Returns:
-        Shape and dtype of `weight`; computed in float32 (float64 stays) and rounded once.
+        Shape of `weight`; computed in float32 (float64 stays) and rounded once.
     """
     heads = weight.unflatten(0, (-1, len(rotation)))
-    return torch.cat([rotate(head.T, rotation).T.to(weight.dtype) for head in heads])
+    return torch.cat([rotate(head.T, rotation).T.to(dtype or weight.dtype) for head in heads])
 
 
-def rotate_value_bias(bias: Tensor, rotation: Tensor) -> Tensor:
+def rotate_value_bias(bias: Tensor, rotation: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """b_V'[h] = Rᵀ b_V[h] for every KV head h.
 
     Args:
         bias: [num_kv_heads * head_dim], any float dtype.
         rotation: R, [head_dim, head_dim].
+        dtype: of the result; None is that of `bias`.
 
     Returns:
-        Shape and dtype of `bias`; computed in float32 (float64 stays) and rounded once.
+        Shape of `bias`; computed in float32 (float64 stays) and rounded once.
     """
-    return rotate(bias.unflatten(0, (-1, len(rotation))), rotation).flatten().to(bias.dtype)
+    heads = bias.unflatten(0, (-1, len(rotation)))
+    return rotate(heads, rotation).flatten().to(dtype or bias.dtype)
 
 
-def rotate_output_weight(weight: Tensor, rotation: Tensor) -> Tensor:
+def rotate_output_weight(
+    weight: Tensor, rotation: Tensor, dtype: torch.dtype | None = None
+) -> Tensor:
     """W_O'[:, q] = W_O[:, q] R for every query head q.
 
     Args:
         weight: [hidden_size, num_heads * head_dim], any float dtype.
         rotation: R, [head_dim, head_dim].
+        dtype: of the result; None is that of `weight`.
 
     Returns:
-        Shape and dtype of `weight`; computed in float32 (float64 stays) and rounded once.
+        Shape of `weight`; computed in float32 (float64 stays) and rounded once.
     """
+    dtype = dtype or weight.dtype
     blocks = weight.unflatten(1, (-1, len(rotation))).split(_OUTPUT_ROWS)
-    return torch.cat([rotate(block, rotation).flatten(1).to(weight.dtype) for block in blocks])
+    return torch.cat([rotate(block, rotation).flatten(1).to(dtype) for block in blocks])
 
 
 def tensor_rotations(
-    layout: ModelLayout, rotation: Tensor | None = None
+    layout: ModelLayout, rotation: Tensor | None = None, *, dtype: torch.dtype | None = None
 ) -> dict[str, TensorRotation]:
     """What happens to each tensor that the fused rotation changes.
+
+    A tensor may also be rotated in blocks: V's of whole KV heads, O's of any rows.
 
     Args:
         layout: where V and O live.
         rotation: R, [head_dim, head_dim]; default `fused_rotation(head_dim)`. Its transpose
             undoes a fusion, up to the rounding of the stored dtype.
+        dtype: of the rotated tensors, rounded to it once; None is each tensor's own.
 
     Returns:
-        By tensor name, a function from the tensor to its rotated copy, same shape and dtype. It
+        By tensor name, a function from the tensor to its rotated copy of the same shape. It
         raises `CheckpointError` for NaN or infinity in the tensor and `UnsupportedModelError`
         when its dtype is no plain float or the rotated values overflow it.
     """
@@ -110,12 +122,16 @@ def tensor_rotations(
         )
         for name, turn in turns:
             if name is not None:
-                rotations[name] = partial(_checked, name, turn, rotation)
+                rotations[name] = partial(_checked, name, turn, rotation, dtype)
     return rotations
 
 
 def _checked(
-    name: str, turn: Callable[[Tensor, Tensor], Tensor], rotation: Tensor, tensor: Tensor
+    name: str,
+    turn: Callable[[Tensor, Tensor, torch.dtype | None], Tensor],
+    rotation: Tensor,
+    dtype: torch.dtype | None,
+    tensor: Tensor,
 ) -> Tensor:
     if tensor.dtype not in FUSIBLE_DTYPES.values():
         raise UnsupportedModelError(
@@ -123,13 +139,18 @@ def _checked(
             "weights can be rotated",
             hint=f"fuse the checkpoint before quantizing it, or {ONLINE_HINT}",
         )
-    if not tensor.isfinite().all():
+    if not _all_finite(tensor):
         raise CheckpointError(f"{name} holds NaN or infinity")
-    rotated = turn(tensor, rotation)
-    if not rotated.isfinite().all():
+    rotated = turn(tensor, rotation, dtype)
+    if not _all_finite(rotated):
         raise UnsupportedModelError(
-            f"{name} overflows {tensor.dtype} when rotated: its largest magnitude is "
+            f"{name} overflows {rotated.dtype} when rotated: its largest magnitude is "
             f"{tensor.abs().max().item():.4g}",
-            hint=f"convert the checkpoint to bfloat16 first, or {ONLINE_HINT}",
+            hint=f"pass --dtype bfloat16, or {ONLINE_HINT}",
         )
     return rotated
+
+
+def _all_finite(tensor: Tensor) -> bool:
+    """A sum tells it ten times sooner: NaN and infinity stay in it, and float64 holds the rest."""
+    return bool(tensor.sum(dtype=torch.float64).isfinite() or tensor.isfinite().all())

@@ -28,7 +28,9 @@ FUSIBLE_DTYPES = {
 """The dtypes whose tensors can be rotated, by their name in safetensors."""
 
 ONLINE_HINT = "use --rotation online, which changes no weight"
-_ATTENTION = re.compile(r"(?P<prefix>(?:.*\.)?)layers\.(?P<index>\d+)\.self_attn\.(?P<part>.+)")
+_ATTENTION = re.compile(
+    r"(?P<prefix>(?:.*\.)?)layers\.(?P<index>[0-9]{1,6})\.self_attn\.(?P<part>.+)"
+)
 _KNOWN_BESIDE_PROJECTIONS = {"q_norm.weight", "k_norm.weight", "rotary_emb.inv_freq"}
 _JOINED_PROJECTIONS = ("qkv_proj", "query_key_value", "c_attn", "Wqkv", "kv_b_proj")
 

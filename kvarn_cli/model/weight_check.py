@@ -168,7 +168,7 @@ def _check_layer(
         raise UnsupportedModelError(
             f"layer {layer.index}: V and o_proj are so small that rounding them to "
             f"{head.output_weight.dtype} would change the layer's output",
-            hint=f"convert the checkpoint to bfloat16 first, or {ONLINE_HINT}",
+            hint=f"pass --dtype bfloat16, or {ONLINE_HINT}",
         )
     size = float(output.norm())
     return WeightCheck(

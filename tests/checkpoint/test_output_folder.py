@@ -5,13 +5,8 @@ from pathlib import Path
 import pytest
 from checkpoint_files import contents, save_checkpoint
 
-from kvarn_cli.checkpoint.output_folder import (
-    check_output,
-    make_staging_folder,
-    move_into_place,
-    staging_folder,
-)
-from kvarn_cli.errors import KvarnError, UsageError
+from kvarn_cli.checkpoint.output_folder import WorkFolder, check_output
+from kvarn_cli.errors import UsageError
 
 
 @pytest.fixture
@@ -100,22 +95,26 @@ def test_only_a_checkpoint_is_overwritten_and_only_when_told(model: Path, tmp_pa
         check_output(model, home, overwrite=True)
 
 
-@pytest.mark.parametrize("left", [(), ("config.json", "sub/model.safetensors")])
-def test_what_a_killed_run_left_is_replaced(left: tuple[str, ...], tmp_path: Path) -> None:
-    stale = tmp_path / "out.incomplete"
-    stale.mkdir()
+@pytest.mark.parametrize("left", [(), ("journal.jsonl", "checkpoint/a/model.safetensors")])
+def test_what_a_killed_run_left_is_taken_over(left: tuple[str, ...], tmp_path: Path) -> None:
+    work = WorkFolder(tmp_path / "out")
+    assert work.path == tmp_path / "out.incomplete"
     for name in left:
-        (stale / name).parent.mkdir(exist_ok=True)
-        (stale / name).touch()
-    assert make_staging_folder(tmp_path / "out") == stale == staging_folder(tmp_path / "out")
-    assert contents(stale) == {}
+        (work.path / name).parent.mkdir(parents=True, exist_ok=True)
+        (work.path / name).touch()
+    work.make()
+    assert contents(work.path).keys() == set(left)
+    work.empty()
+    assert contents(work.path).keys() <= {"journal.jsonl"}
+    work.remove()
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("kind", ["folder", "file", "link"])
-def test_what_nobody_left_behind_is_not_removed(kind: str, tmp_path: Path) -> None:
+def test_what_nobody_left_behind_is_not_touched(kind: str, tmp_path: Path) -> None:
     mine = tmp_path / "mine"
     mine.mkdir()
-    (mine / "config.json").touch()
+    (mine / "journal.jsonl").touch()
     stale = tmp_path / "out.incomplete"
     if kind == "folder":
         stale.mkdir()
@@ -125,9 +124,17 @@ def test_what_nobody_left_behind_is_not_removed(kind: str, tmp_path: Path) -> No
     else:
         stale.symlink_to(mine)
     with pytest.raises(UsageError, match="stands in the way"):
-        make_staging_folder(tmp_path / "out")
-    assert (mine / "config.json").exists()
+        WorkFolder(tmp_path / "out").make()
+    assert (mine / "journal.jsonl").exists()
     assert stale.exists()
+
+
+def work_folder_with(text: str, output: Path) -> WorkFolder:
+    work = WorkFolder(output)
+    work.make()
+    work.checkpoint.mkdir()
+    (work.checkpoint / "config.json").write_text(text)
+    return work
 
 
 def test_moves_into_nothing_an_empty_folder_and_over_an_old_one(tmp_path: Path) -> None:
@@ -136,35 +143,33 @@ def test_moves_into_nothing_an_empty_folder_and_over_an_old_one(tmp_path: Path) 
         if number == 1:
             shutil.rmtree(output)
             output.mkdir()
-        staging = make_staging_folder(output)
-        (staging / "config.json").write_text(str(number))
-        move_into_place(staging, output)
-        assert contents(tmp_path) == {"out/config.json": str(number).encode()}
+        work = work_folder_with(str(number), output)
+        assert not work.finished
+        work.move_into_place()
+        assert work.finished
+        assert contents(output) == {"config.json": str(number).encode()}
+        work.remove()
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_the_old_folder_comes_back_when_the_new_one_cannot_take_its_place(tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "config.json").write_text("old")
+    output = tmp_path / "out"
+    output.mkdir()
+    (output / "config.json").write_text("old")
+    work = WorkFolder(output)
+    work.make()
     with pytest.raises(FileNotFoundError):
-        move_into_place(tmp_path / "no such folder", tmp_path / "out")
-    assert contents(tmp_path) == {"out/config.json": b"old"}
+        work.move_into_place()
+    assert contents(output) == {"config.json": b"old"}
+    work.remove()
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_says_where_an_old_folder_is_that_cannot_be_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(path: Path) -> None:
-        raise PermissionError(13, "Permission denied", path)
-
-    save_checkpoint(tmp_path / "out")
-    staging = make_staging_folder(tmp_path / "out")
-    (staging / "config.json").write_text("new")
-    monkeypatch.setattr(shutil, "rmtree", refuse)
-    with pytest.raises(KvarnError, match="is written, but") as told:
-        move_into_place(staging, tmp_path / "out")
-    monkeypatch.undo()
-    assert contents(tmp_path / "out") == {"config.json": b"new"}
-    (shelter,) = tmp_path.glob("out.replaced-*")
-    assert str(shelter) in told.value.hint
+def test_an_old_folder_set_aside_by_a_killed_run_comes_back(tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    output.mkdir()
+    (output / "config.json").write_text("old")
+    work = work_folder_with("new", output)
+    output.replace(work.replaced)
+    work.empty()
+    assert contents(tmp_path) == {"out/config.json": b"old"}

@@ -122,7 +122,7 @@ def test_a_long_name_is_cut_in_the_message(tmp_path: Path) -> None:
     assert len(str(refusal.value)) < 1000
 
 
-@pytest.mark.parametrize("claimed", [200, 90_000_000, 150_000_000, 2**64 - 1])
+@pytest.mark.parametrize("claimed", [200, 30_000_000, 150_000_000, 2**64 - 1])
 def test_a_lying_header_length_allocates_nothing(claimed: int, tmp_path: Path) -> None:
     path = write_raw(tmp_path / "x.safetensors", {"x": entry()}, b"1", header_bytes=claimed)
     if claimed == 150_000_000:

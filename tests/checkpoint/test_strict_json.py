@@ -34,7 +34,7 @@ def test_refuses_files_too_large_to_be_meant(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_bytes(b"{}")
     os.truncate(path, 10**10)
-    with pytest.raises(CheckpointError, match="more than 100000000 bytes"):
+    with pytest.raises(CheckpointError, match="more than 32000000 bytes"):
         read_object(path)
 
 

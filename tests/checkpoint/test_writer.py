@@ -1,14 +1,16 @@
+import contextlib
 import errno
 import hashlib
-import json
 import os
-import signal
-import subprocess
-import sys
+import shutil
+import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import xxhash
 from checkpoint_files import FIRST, INDEX, SECOND, SINGLE, contents, save_checkpoint, tensors
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
@@ -16,8 +18,15 @@ from safetensors.numpy import load_file, save_file
 from kvarn_cli.checkpoint import writer as writer_module
 from kvarn_cli.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from kvarn_cli.checkpoint.safetensors_header import TensorInfo
+from kvarn_cli.checkpoint.shard_stream import Patch, ShardPlan, WrittenShard
 from kvarn_cli.checkpoint.writer import CheckpointWriter
-from kvarn_cli.errors import CheckpointError, KvarnError, UsageError
+from kvarn_cli.errors import (
+    CheckpointError,
+    DiskFullError,
+    KvarnError,
+    UnsupportedModelError,
+    UsageError,
+)
 
 
 def negate(data: bytearray, info: TensorInfo) -> bytes:
@@ -25,7 +34,23 @@ def negate(data: bytearray, info: TensorInfo) -> bytes:
     return (-np.frombuffer(data, np.float16)).tobytes()
 
 
-PATCHES = {"embed": negate, "b.v_proj": negate}
+PATCHES = {"embed": Patch(negate), "b.v_proj": Patch(negate)}
+
+
+def open_writer(checkpoint: Checkpoint, output: Path, **options: Any) -> CheckpointWriter:
+    return CheckpointWriter(
+        checkpoint, output, **({"patches": {}, "plan": {"preset": 1}} | options)
+    )
+
+
+def write(checkpoint: Checkpoint, output: Path, patches: Mapping[str, Patch] = {}) -> None:
+    with open_writer(checkpoint, output, patches=patches) as writer:
+        writer.copy()
+        writer.commit()
+
+
+def unfinished(output: Path) -> Path:
+    return output.with_name(f"{output.name}.incomplete")
 
 
 @pytest.fixture
@@ -40,9 +65,7 @@ def output(tmp_path: Path) -> Path:
 
 def test_everything_unpatched_is_byte_identical(checkpoint: Checkpoint, output: Path) -> None:
     before = contents(checkpoint.folder)
-    with CheckpointWriter(checkpoint, output) as writer:
-        writer.copy(PATCHES)
-        writer.commit()
+    write(checkpoint, output, PATCHES)
     expected = dict(before)
     for name, shard in (("embed", FIRST), ("b.v_proj", SECOND)):
         info = checkpoint.info(name)
@@ -55,9 +78,7 @@ def test_everything_unpatched_is_byte_identical(checkpoint: Checkpoint, output: 
 
 
 def test_the_formats_own_library_reads_the_result(checkpoint: Checkpoint, output: Path) -> None:
-    with CheckpointWriter(checkpoint, output) as writer:
-        writer.copy(PATCHES)
-        writer.commit()
+    write(checkpoint, output, PATCHES)
     for shard in (FIRST, SECOND):
         old, new = load_file(checkpoint.folder / shard), load_file(output / shard)
         assert list(new) == list(old)
@@ -67,9 +88,7 @@ def test_the_formats_own_library_reads_the_result(checkpoint: Checkpoint, output
 
 
 def test_without_patches_the_copy_is_exact(checkpoint: Checkpoint, output: Path) -> None:
-    with CheckpointWriter(checkpoint, output) as writer:
-        writer.copy({})
-        writer.commit()
+    write(checkpoint, output)
     assert contents(output) == contents(checkpoint.folder)
 
 
@@ -80,9 +99,7 @@ def test_a_shard_without_format_gets_one(
     written = tensors("z", "embed", "a", "b")
     folder = save_checkpoint(tmp_path / "model", {SINGLE: written}, metadata)
     source = open_checkpoint(folder)
-    with CheckpointWriter(source, output) as writer:
-        writer.copy({"z": negate})
-        writer.commit()
+    write(source, output, {"z": Patch(negate)})
     result = open_checkpoint(output)
     assert result.shards[SINGLE].metadata == {**metadata, "format": "pt"}
     assert list(result.weight_map) == list(source.weight_map)
@@ -99,26 +116,31 @@ def test_a_shard_without_format_gets_one(
 
 
 def test_records_every_file_as_it_lies_on_disk(checkpoint: Checkpoint, output: Path) -> None:
-    with CheckpointWriter(checkpoint, output) as writer:
-        writer.copy(PATCHES)
+    with open_writer(checkpoint, output, patches=PATCHES) as writer:
+        writer.copy(without={"config.json"})
         writer.add_file("config.json", b'{"new": true}')
-        listed = {name: record.model_dump() for name, record in writer.files.items()}
-        writer.add_file("sub/manifest.json", json.dumps(listed).encode())
         writer.commit()
     written = contents(output)
     assert written["config.json"] == b'{"new": true}'
-    assert json.loads(written.pop("sub/manifest.json")) == {
-        name: {"size_bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-        for name, content in written.items()
+    assert writer.files.keys() == written.keys()
+    for name, content in written.items():
+        record = writer.files[name]
+        assert record.size_bytes == len(content)
+        if name in checkpoint.shards:
+            assert record.xxh3_128 == xxhash.xxh3_128(content).hexdigest()
+        else:
+            assert record.sha256 == hashlib.sha256(content).hexdigest()
+    result = open_checkpoint(output)
+    assert writer.tensors == {
+        name: hashlib.sha256(result.read(name)).hexdigest() for name in PATCHES
     }
 
 
 def test_reports_progress_up_to_the_shards_bytes(checkpoint: Checkpoint, output: Path) -> None:
     seen: list[int] = []
-    with CheckpointWriter(checkpoint, output, progress=seen.append) as writer:
-        writer.copy({})
+    with open_writer(checkpoint, output, progress=seen.append) as writer:
+        writer.copy()
     assert seen == sorted(seen)
-    assert len(seen) == 4
     assert seen[-1] == checkpoint.shard_bytes
 
 
@@ -130,9 +152,7 @@ def test_what_is_left_out_is_not_copied(tmp_path: Path, output: Path) -> None:
     (folder / ".git").mkdir()
     (folder / ".git" / "HEAD").touch()
     (folder / "loop").symlink_to(folder)
-    with CheckpointWriter(open_checkpoint(folder), output) as writer:
-        writer.copy({})
-        writer.commit()
+    write(open_checkpoint(folder), output)
     assert sorted(path.name for path in output.glob("*.safetensors")) == [FIRST, SECOND]
     assert not {"pytorch_model.bin", ".git", "loop"} & {path.name for path in output.iterdir()}
 
@@ -151,8 +171,8 @@ def test_a_hub_snapshot_is_copied_and_its_cache_untouched(tmp_path: Path, output
     blobs = contents(cache / "blobs")
     for folder in (cache / "blobs", snapshot):
         folder.chmod(0o555)
-    with CheckpointWriter(open_checkpoint(snapshot), output) as writer:
-        writer.copy(PATCHES)
+    with open_writer(open_checkpoint(snapshot), output, patches=PATCHES) as writer:
+        writer.copy()
         writer.add_file("config.json", b"{}")
         writer.commit()
     assert contents(cache / "blobs") == blobs
@@ -166,69 +186,185 @@ class BoomError(Exception):
     pass
 
 
-@pytest.mark.parametrize("error", [BoomError, KeyboardInterrupt])
-def test_an_exception_midway_leaves_nothing(
-    error: type[BaseException], checkpoint: Checkpoint, output: Path, tmp_path: Path
+@pytest.mark.parametrize("error", [BoomError, KeyboardInterrupt, MemoryError])
+def test_after_an_accident_the_next_run_goes_on(
+    error: type[BaseException], checkpoint: Checkpoint, output: Path
 ) -> None:
+    finished: list[str] = []
+
     def fail(data: bytearray, info: TensorInfo) -> bytes:
-        assert (output.with_name(f"{output.name}.incomplete") / SECOND).exists()
+        while FIRST not in writer.files:
+            time.sleep(0.001)
         raise error
 
+    with (
+        pytest.raises(error),
+        open_writer(checkpoint, output, patches=PATCHES | {"b.v_proj": Patch(fail)}) as writer,
+    ):
+        writer.copy()
+    assert not output.exists()
+    before = (unfinished(output) / "checkpoint" / FIRST).stat()
+    with open_writer(checkpoint, output, patches=PATCHES) as writer:
+        finished += writer.files
+        writer.copy()
+        writer.commit()
+    assert FIRST in finished
+    assert SECOND not in finished
+    assert (output / FIRST).stat().st_ino == before.st_ino
+    assert (output / FIRST).stat().st_mtime_ns == before.st_mtime_ns
+    other = output.with_name("other")
+    write(checkpoint, other, PATCHES)
+    assert contents(output) == contents(other)
+    assert not unfinished(output).exists()
+
+
+@pytest.mark.parametrize("error", [CheckpointError, UnsupportedModelError])
+def test_a_refusal_leaves_nothing(
+    error: type[KvarnError], checkpoint: Checkpoint, output: Path, tmp_path: Path
+) -> None:
+    def refuse(data: bytearray, info: TensorInfo) -> bytes:
+        raise error("no")
+
     before = contents(tmp_path)
-    with pytest.raises(error), CheckpointWriter(checkpoint, output) as writer:
-        writer.copy({"embed": negate, "b.v_proj": fail})
+    with (
+        pytest.raises(error),
+        open_writer(checkpoint, output, patches=PATCHES | {"embed": Patch(refuse)}) as writer,
+    ):
+        writer.copy()
     assert contents(tmp_path) == before
     assert not output.parent.exists()
 
 
 def test_leaving_without_commit_leaves_nothing(checkpoint: Checkpoint, output: Path) -> None:
     output.parent.mkdir()
-    with CheckpointWriter(checkpoint, output) as writer:
-        writer.copy({})
+    with open_writer(checkpoint, output) as writer:
+        writer.copy()
         assert not output.exists()
         assert open_checkpoint(writer.folder).weight_map == checkpoint.weight_map
     assert list(output.parent.iterdir()) == []
 
 
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from kvarn_cli.checkpoint.checkpoint import open_checkpoint
-from kvarn_cli.checkpoint.writer import CheckpointWriter
-
-def die(data, info):
-    os.kill(os.getpid(), signal.SIGKILL)
-
-with CheckpointWriter(open_checkpoint(Path(sys.argv[1])), Path(sys.argv[2])) as writer:
-    writer.copy({"b.v_proj": die})
-"""
+def leave_unfinished(checkpoint: Checkpoint, output: Path, **options: Any) -> None:
+    with (
+        contextlib.suppress(BoomError),
+        open_writer(checkpoint, output, patches=PATCHES, **options) as writer,
+    ):
+        writer.copy()
+        raise BoomError
 
 
-def test_after_a_kill_the_next_run_starts_afresh(checkpoint: Checkpoint, output: Path) -> None:
-    command = [sys.executable, "-c", KILLED, str(checkpoint.folder), str(output)]
-    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
-    assert [path.name for path in output.parent.iterdir()] == [f"{output.name}.incomplete"]
-    with CheckpointWriter(checkpoint, output) as writer:
-        writer.copy({})
+@pytest.mark.parametrize("change", ["plan", "shard", "sidecar"])
+def test_another_plan_or_source_starts_over_only_when_told(
+    change: str, checkpoint: Checkpoint, output: Path
+) -> None:
+    leave_unfinished(checkpoint, output)
+    plan = {"preset": 2} if change == "plan" else {"preset": 1}
+    if change != "plan":
+        path = checkpoint.folder / (SECOND if change == "shard" else "LICENSE")
+        path.write_bytes(path.read_bytes().replace(b"Apache", b"apache"))
+        os.utime(path, ns=(0, 12345))
+    with (
+        pytest.raises(UsageError, match="preset" if change == "plan" else "source") as told,
+        open_writer(checkpoint, output, patches=PATCHES, plan=plan),
+    ):
+        pass
+    assert "--overwrite" in told.value.hint
+    assert (unfinished(output) / "checkpoint" / FIRST).exists()
+    with open_writer(checkpoint, output, patches=PATCHES, plan=plan, overwrite=True) as writer:
+        assert writer.files == {}
+        writer.copy()
         writer.commit()
-    assert [path.name for path in output.parent.iterdir()] == [output.name]
-    assert contents(output) == contents(checkpoint.folder)
+    assert contents(output)["LICENSE"] == contents(checkpoint.folder)["LICENSE"]
 
 
-def test_a_full_disk_is_told_and_leaves_nothing(
+@pytest.mark.parametrize("damage", ["flip", "cut", "remove", "link"])
+def test_a_finished_file_that_changed_since_is_written_again(
+    damage: str, checkpoint: Checkpoint, output: Path, tmp_path: Path
+) -> None:
+    leave_unfinished(checkpoint, output)
+    path = unfinished(output) / "checkpoint" / FIRST
+    content = path.read_bytes()
+    if damage == "flip":
+        path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    elif damage == "cut":
+        path.write_bytes(content[:-1])
+    else:
+        path.unlink()
+    if damage == "link":
+        (tmp_path / "elsewhere").write_bytes(content)
+        path.symlink_to(tmp_path / "elsewhere")
+    (path.parent / "stray").touch()
+    write(checkpoint, output, PATCHES)
+    assert contents(output)[FIRST] == content
+    assert not (output / FIRST).is_symlink()
+    assert not (output / "stray").exists()
+
+
+def test_notes_are_kept_for_the_next_run(checkpoint: Checkpoint, output: Path) -> None:
+    with (
+        contextlib.suppress(BoomError),
+        open_writer(checkpoint, output) as writer,
+    ):
+        writer.note("proof", {"change": 0.5})
+        raise BoomError
+    with open_writer(checkpoint, output) as writer:
+        assert writer.notes == {"proof": {"change": 0.5}}
+
+
+def test_a_second_run_is_refused_while_the_first_lives(
+    checkpoint: Checkpoint, output: Path
+) -> None:
+    with open_writer(checkpoint, output, patches=PATCHES) as writer:
+        writer.copy()
+        with (
+            pytest.raises(UsageError, match="another conversion is writing"),
+            open_writer(checkpoint, output, overwrite=True),
+        ):
+            pass
+        writer.commit()
+    assert contents(output).keys() == contents(checkpoint.folder).keys()
+
+
+def test_what_is_too_large_for_the_disk_is_not_started(
     checkpoint: Checkpoint, output: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def no_space(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(writer_module, "append_rest", no_space)
-    with (
-        pytest.raises(KvarnError, match=f"cannot write {output}: No space left") as told,
-        CheckpointWriter(checkpoint, output) as writer,
-    ):
-        writer.copy({})
-    assert told.value.exit_code == 1
+    usage = shutil.disk_usage(checkpoint.folder)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=1000))
+    with pytest.raises(DiskFullError) as told, open_writer(checkpoint, output):
+        pass
+    assert told.value.exit_code == 7
+    missing = told.value.details["missing_bytes"]
+    assert missing == told.value.details["needed_bytes"] - 1000
+    assert f"{missing:,} bytes" in str(told.value)
     assert not output.parent.exists()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_a_disk_that_becomes_full_is_told_and_continued_later(
+    number: int, checkpoint: Checkpoint, output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_shard = writer_module.write_shard
+
+    def no_space(source: Any, target: Any, plan: ShardPlan, *rest: Any) -> WrittenShard:
+        if "b.v_proj" in plan.tensors:
+            while FIRST not in writer.files:
+                time.sleep(0.001)
+            raise OSError(number, os.strerror(number))
+        return write_shard(source, target, plan, *rest)
+
+    monkeypatch.setattr(writer_module, "write_shard", no_space)
+    with (
+        pytest.raises(DiskFullError, match="are missing") as told,
+        open_writer(checkpoint, output, patches=PATCHES) as writer,
+    ):
+        writer.copy()
+    assert "continues" in told.value.hint
+    needed = told.value.details["needed_bytes"]
+    assert isinstance(needed, int)
+    assert (checkpoint.folder / SECOND).stat().st_size <= needed < 2**21
+    monkeypatch.undo()
+    write(checkpoint, output, PATCHES)
+    assert not unfinished(output).exists()
 
 
 def test_an_old_output_stands_until_the_new_one_is_whole(
@@ -236,30 +372,34 @@ def test_an_old_output_stands_until_the_new_one_is_whole(
 ) -> None:
     save_checkpoint(output, {SINGLE: tensors("old")})
     old = contents(output)
-    with pytest.raises(UsageError, match="not empty"), CheckpointWriter(checkpoint, output):
+    with pytest.raises(UsageError, match="not empty"), open_writer(checkpoint, output):
         pass
-    with pytest.raises(BoomError), CheckpointWriter(checkpoint, output, overwrite=True) as writer:
-        writer.copy(PATCHES)
-        raise BoomError
+    leave_unfinished(checkpoint, output, overwrite=True)
     assert contents(output) == old
-    with CheckpointWriter(checkpoint, output, overwrite=True) as writer:
-        writer.copy({})
+    with open_writer(checkpoint, output, patches=PATCHES, overwrite=True) as writer:
+        assert FIRST in writer.files
+        writer.copy()
         assert contents(output) == old
         writer.commit()
-    assert contents(output) == contents(checkpoint.folder)
+    assert contents(output).keys() == contents(checkpoint.folder).keys()
     assert [path.name for path in output.parent.iterdir()] == [output.name]
 
 
 def test_what_appears_at_the_output_meanwhile_is_kept(checkpoint: Checkpoint, output: Path) -> None:
     with (
         pytest.raises(UsageError, match="not empty"),
-        CheckpointWriter(checkpoint, output) as writer,
+        open_writer(checkpoint, output) as writer,
     ):
-        writer.copy({})
+        writer.copy()
         output.mkdir()
         (output / "thesis.tex").write_text("mine")
         writer.commit()
-    assert contents(output.parent) == {f"{output.name}/thesis.tex": b"mine"}
+    assert contents(output) == {"thesis.tex": b"mine"}
+    shutil.rmtree(output)
+    with open_writer(checkpoint, output) as writer:
+        assert FIRST in writer.files
+        writer.copy()
+        writer.commit()
 
 
 def test_a_link_planted_at_a_files_name_is_not_written_through(
@@ -267,40 +407,37 @@ def test_a_link_planted_at_a_files_name_is_not_written_through(
 ) -> None:
     victim = tmp_path / "victim"
     victim.write_text("mine")
-    with (
-        pytest.raises(KvarnError, match="File exists"),
-        CheckpointWriter(checkpoint, output) as writer,
-    ):
-        (writer.folder / SECOND).symlink_to(victim)
-        writer.copy({})
-    with CheckpointWriter(checkpoint, output) as writer:
-        (writer.folder / "config.json").symlink_to(victim)
+    with open_writer(checkpoint, output) as writer:
+        for name in (SECOND, "config.json", "LICENSE"):
+            (writer.folder / name).symlink_to(victim)
+        writer.copy(without={"config.json"})
         writer.add_file("config.json", b"{}")
         writer.commit()
     assert victim.read_text() == "mine"
-    assert not (output / "config.json").is_symlink()
+    assert not any(path.is_symlink() for path in output.iterdir())
 
 
 def test_patches_must_fit(checkpoint: Checkpoint, output: Path) -> None:
-    with CheckpointWriter(checkpoint, output) as writer:
-        with pytest.raises(ValueError, match=r"no such tensors to patch: \['c'\]"):
-            writer.copy({"c": negate})
-        with pytest.raises(ValueError, match="changes the size of tensor embed"):
-            writer.copy({"embed": lambda data, info: data[:-1]})
+    with pytest.raises(ValueError, match=r"no such tensors to patch: \['c'\]"):
+        open_writer(checkpoint, output, patches={"c": Patch(negate)})
+    cut = {"embed": Patch(lambda data, info: data[:-1])}
+    with (
+        pytest.raises(ValueError, match="changes the size of tensor embed"),
+        open_writer(checkpoint, output, patches=cut) as writer,
+    ):
+        writer.copy()
 
 
 def test_a_shard_that_changes_meanwhile_is_noticed(checkpoint: Checkpoint, output: Path) -> None:
     shard = checkpoint.folder / SECOND
-    shard.write_bytes(shard.read_bytes()[:-1])
-    with (
-        pytest.raises(CheckpointError, match=f"{SECOND} was cut short"),
-        CheckpointWriter(checkpoint, output) as writer,
-    ):
-        writer.copy({})
-    shard.write_bytes((shard.read_bytes() + b"1").replace(b'"norm"', b'"morn"'))
-    with (
-        pytest.raises(KvarnError, match=f"{SECOND} does not read back as it was written"),
-        CheckpointWriter(checkpoint, output) as writer,
-    ):
-        writer.copy({})
-    assert not output.exists()
+    content = shard.read_bytes()
+    for change, words in [(content[:-1], "was cut short"), (content[::-1], "changed while")]:
+        with (
+            pytest.raises((CheckpointError, KvarnError), match=f"{SECOND}"),
+            open_writer(checkpoint, output, patches=PATCHES) as writer,
+        ):
+            shard.write_bytes(change)
+            os.utime(shard, ns=(0, len(words)))
+            writer.copy()
+        assert not output.exists()
+        shard.write_bytes(content)

@@ -28,7 +28,7 @@ def imported_by(*arguments: str) -> set[str]:
 
 
 def test_there_is_one_command_per_job():
-    assert list(COMMANDS) == ["convert", "inspect-errors", "generate", "push-to-hub"]
+    assert list(COMMANDS) == ["convert", "verify", "inspect-errors", "generate", "push-to-hub"]
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -51,7 +51,9 @@ def test_help_names_the_commands_and_the_exit_codes():
     assert all(f" {name} " in text for name in COMMANDS)
     for code in ("0 done", "1 unexpected", "2 usage", "3 unsupported model", "4 Hub or network"):
         assert code in text
-    for code in ("5 a threshold was missed", "6 broken checkpoint", "130 interrupted"):
+    for code in ("5 a threshold was missed", "6 broken checkpoint", "7 disk full"):
+        assert code in text
+    for code in ("130 interrupted", "143 terminated"):
         assert code in text
 
 

@@ -2,10 +2,13 @@ import pytest
 import torch
 from awkward_checkpoint import CALIBRATION_TEXT, build_awkward_checkpoint
 from conversions import convert
+from sharded_model import model, proof_made_once
 
 from kvarn_cli.conversion.plan import Validation
 from kvarn_cli.evaluation.calibration import CalibrationText
 from kvarn_cli.metadata import Thresholds
+
+__all__ = ["model", "proof_made_once"]
 
 MODELS = {
     "llama": {},

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import build_tiny_checkpoint, tiny_model, tiny_tokenizer
 from transformers import Gemma2Config
 
+from kvarn_cli.conversion.dry_run import plan_summary
 from kvarn_cli.conversion.plan import plan_conversion
 from kvarn_cli.errors import CheckpointError, UnsupportedModelError, UsageError
 from kvarn_cli.model.loading import load_config
@@ -22,14 +23,15 @@ def plan(source, **options):
 
 
 def test_the_summary_tells_the_plan(llama):
-    summary = plan(llama, settings=KVarNSettings.from_name("k2v2_g32")).summary()
+    summary = plan_summary(plan(llama, settings=KVarNSettings.from_name("k2v2_g32")), None)
     assert json.loads(json.dumps(summary)) == summary
     assert summary["architecture"] == "LlamaForCausalLM"
     assert summary["cache_dtype"] == "kvarn_k2v2_g32"
     assert summary["layers_covered"] == [0, 1]
     assert len(summary["tensors_rotated"]) == 4
     assert summary["bytes_rotated"] == 2 * (64 * 128 + 128 * 128) * 4
-    assert summary["bytes_copied"] == (llama / "model.safetensors").stat().st_size
+    copied = [path for path in summary["files"] if (llama / path).is_file()]
+    assert summary["bytes_read"] == sum((llama / path).stat().st_size for path in copied)
     assert summary["proof"]["head_dim"] == 32
     heads, tokens, head_dim = 4, 32_768, 32
     cache = summary["cache_bytes"]["32768"]
@@ -43,7 +45,7 @@ def test_an_online_plan_rotates_no_tensor(llama):
     online = plan(llama, rotation="online")
     assert online.proof is None
     assert online.rotated_tensors == ()
-    assert online.summary()["rotation"] == "online"
+    assert plan_summary(online, None)["rotation"] == "online"
 
 
 def test_layers_with_a_window_are_left_out_and_still_fused(tmp_path):
@@ -56,14 +58,14 @@ def test_layers_with_a_window_are_left_out_and_still_fused(tmp_path):
     )
     found = plan(model)
     assert found.cache.covered == (0,)
-    assert found.summary()["layers_left_out"][0]["layer"] == 1
+    assert plan_summary(found, None)["layers_left_out"][0]["layer"] == 1
     assert len(found.rotated_tensors) == 6
 
 
 def test_what_is_not_copied_is_named(llama):
     (llama / "pytorch_model.bin").write_bytes(b"x")
     (llama / ".env").write_bytes(b"x")
-    left_out = {entry["path"] for entry in plan(llama).summary()["files_left_out"]}
+    left_out = {entry["path"] for entry in plan_summary(plan(llama), None)["files_left_out"]}
     assert left_out == {"pytorch_model.bin", ".env"}
 
 
@@ -227,7 +229,7 @@ def test_a_window_leaves_nothing_to_convert_whatever_a_switch_says(tmp_path):
 @pytest.mark.parametrize("odd", ["LlamaForCausalLM", 5, [5], {"a": 1}, []])
 def test_an_odd_list_of_architectures_is_survived(llama, odd):
     edit_config(llama, architectures=odd)
-    assert plan(llama).summary()["architecture"] == "llama"
+    assert plan_summary(plan(llama), None)["architecture"] == "llama"
 
 
 @pytest.fixture

@@ -4,6 +4,9 @@ import pytest
 from converted_folder import write_converted_folder
 from fake_hub import FakeHub
 from hub_process import Outcome, Run, run_python
+from sharded_model import model
+
+__all__ = ["model"]
 
 _RUNNER = Path(__file__).parents[1] / "support" / "run_hub.py"
 

@@ -1,3 +1,4 @@
+import hashlib
 import json
 from pathlib import Path
 
@@ -26,6 +27,8 @@ def test_everything_the_manifest_lists_goes_with_the_manifest_and_the_card(folde
     ]
     assert plan.strays == ()
     assert plan.config == converted_config()
+    for file in plan.files[:-1]:
+        assert file.sha256 == hashlib.sha256((folder / file.path).read_bytes()).hexdigest()
     sizes = [(folder / path).stat().st_size for path in paths[:-1]]
     assert plan.total_bytes == sum(sizes) + len(plan.card.text.encode())
 

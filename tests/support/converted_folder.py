@@ -6,6 +6,8 @@ import struct
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from kvarn_cli.metadata import (
     Application,
     BaseModelReference,
@@ -80,12 +82,16 @@ def write_converted_folder(
 
 
 def write_manifest(folder: Path, contents: dict[str, bytes]) -> None:
-    records = {
-        path: FileRecord(size_bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
-        for path, content in contents.items()
-    }
+    records = {path: _record(path, content) for path, content in contents.items()}
     manifest = Manifest(kvarn_version="0.1.0", files=records)
-    (folder / "kvarn_manifest.json").write_text(manifest.model_dump_json(indent=2))
+    text = manifest.model_dump_json(indent=2, exclude_none=True)
+    (folder / "kvarn_manifest.json").write_text(text)
+
+
+def _record(path: str, content: bytes) -> FileRecord:
+    if path.endswith(".safetensors"):
+        return FileRecord(size_bytes=len(content), xxh3_128=xxhash.xxh3_128(content).hexdigest())
+    return FileRecord(size_bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
 
 
 def safetensors_bytes(name: str, content: bytes) -> bytes:

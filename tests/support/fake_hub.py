@@ -36,6 +36,8 @@ class FakeHub:
         self.card_warnings: list[str] = []
         self.page_size = 1000
         self.part_bytes = 1 << 40
+        self.ignores_ranges = False
+        self.sent_bytes = 0
         self.parts: dict[str, dict[int, bytes]] = {}
         self._faults: list[Fault] = []
         self.lock = threading.RLock()

@@ -10,6 +10,8 @@ from urllib.parse import parse_qs, urlsplit
 if TYPE_CHECKING:
     from fake_hub import FakeHub
 
+_PIECE_BYTES = 1 << 16
+
 Answer = tuple[int, object, dict[str, str]]
 """Status, a body of bytes or to be sent as JSON, headers."""
 
@@ -133,7 +135,9 @@ class HttpHandler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(content)
+            for start in range(0, len(content), _PIECE_BYTES):
+                self.wfile.write(content[start : start + _PIECE_BYTES])
+                self.hub.sent_bytes += len(content[start : start + _PIECE_BYTES])
 
     def answer_to(self, request: Request) -> Answer:
         """What a healthy server says; under the server's lock.

@@ -239,11 +239,12 @@ class HubHandler(HttpHandler):
         if self.request_now.token is not None:
             raise RefusedError(400, "Only one auth mechanism allowed")
         content = self.hub.objects[oid]
-        start = re.fullmatch(r"bytes=(\d+)-\d*", self.headers.get("Range", ""))
-        if start is None:
+        asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
+        if asked is None or self.hub.ignores_ranges:
             return 200, content, {"ETag": f'"{oid}"'}
-        first, last = int(start[1]), len(content) - 1
-        return 206, content[first:], {"Content-Range": f"bytes {first}-{last}/{last + 1}"}
+        first, last = int(asked[1]), min(int(asked[2] or len(content)), len(content) - 1)
+        served = f"bytes {first}-{last}/{len(content)}"
+        return 206, content[first : last + 1], {"Content-Range": served}
 
 
 _API, _REPO = "/api/models", r"(?P<repo>[\w.-]+/[\w.-]+)"

@@ -2,6 +2,7 @@
 
     python run_hub.py push FOLDER REPO_ID [--private] [--revision R] [--token T] …
     python run_hub.py source MODEL [--revision R] [--token T] [--cache-dir DIR]
+    python run_hub.py headers MODEL [--revision R] [--token T] [--cache-dir DIR]
 
 Waiting is cut short; the seconds asked for stand in the outcome. Errors are printed as the command
 line prints them, with a traceback besides, and end with their own exit code.
@@ -16,6 +17,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from kvarn_cli.checkpoint.checkpoint import open_checkpoint
+from kvarn_cli.checkpoint.remote_headers import RemoteHeaders
 from kvarn_cli.checkpoint.source import resolve_source
 from kvarn_cli.errors import KvarnError
 from kvarn_cli.hub import plan_push, push
@@ -58,9 +61,31 @@ def _source(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"folder": str(source.folder), "name": source.name, "revision": source.revision}
 
 
+def _headers(arguments: argparse.Namespace) -> dict[str, Any]:
+    source = resolve_source(
+        arguments.model,
+        revision=arguments.revision,
+        token=arguments.token,
+        cache_dir=arguments.cache_dir,
+        weights=False,
+    )
+    remote = RemoteHeaders(source.name, source.revision, arguments.token)
+    checkpoint = open_checkpoint(source.folder, remote)
+    return {
+        "tensors": {name: checkpoint.info(name).shape for name in checkpoint.weight_map},
+        "shard_bytes": checkpoint.shard_bytes,
+        "requests": remote.requests,
+        "received_bytes": remote.received_bytes,
+    }
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     commands = parser.add_subparsers(required=True)
+    reading = commands.add_parser("headers")
+    reading.add_argument("model")
+    reading.add_argument("--cache-dir", type=Path)
+    reading.set_defaults(run=_headers)
     pushing = commands.add_parser("push")
     pushing.add_argument("folder", type=Path)
     pushing.add_argument("repo_id")
@@ -71,7 +96,7 @@ def main() -> int:
     finding.add_argument("model")
     finding.add_argument("--cache-dir", type=Path)
     finding.set_defaults(run=_source)
-    for command in (pushing, finding):
+    for command in (pushing, finding, reading):
         command.add_argument("--revision")
         command.add_argument("--token")
     arguments = parser.parse_args()

@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from kvarn_cli.checkpoint.safetensors_header import TensorInfo
-from kvarn_cli.conversion.tensor_bytes import to_bytes, to_tensor
 from kvarn_cli.model.layout import FUSIBLE_DTYPES
+from kvarn_cli.tensor_bytes import to_bytes, to_tensor
 
 
 @pytest.mark.parametrize("name", FUSIBLE_DTYPES)

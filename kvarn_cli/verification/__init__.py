@@ -1,0 +1,1 @@
+"""`kvarn verify`: is a converted folder whole, and does it hold what its metadata says?"""

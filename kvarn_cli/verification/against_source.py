@@ -1,0 +1,159 @@
+"""Compare a converted folder with its source, tensor by tensor and in blocks.
+
+A rotated tensor is turned back with the matrix that the metadata describes. R is orthonormal, so
+turning back keeps the length of each head's vector of errors: if every stored entry w carries at
+most one rounding,
+
+    e(w) = u |w| + η + d u' r
+
+(u is the unit roundoff of the stored dtype, η half its smallest subnormal, u' the roundoff of the
+arithmetic that made it, d the head's width and r the root mean square of the d entries that were
+mixed into w), then the vector turned back differs from the source's by at most the length of
+e(w) over its d entries. A tensor that was not rotated, or rotated otherwise, differs by about
+its own length: hundreds of times as much. All other tensors must be equal, bit by bit or, where
+the conversion changed the dtype, after the same rounding.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from kvarn_cli.checkpoint.checkpoint import Checkpoint
+from kvarn_cli.checkpoint.shard_stream import read_blocks, rows_at_once
+from kvarn_cli.metadata import KVarNConfig, Rotation
+from kvarn_cli.model.layout import FUSIBLE_DTYPES
+from kvarn_cli.progress import Report, silent
+from kvarn_cli.quantization.hadamard import hadamard_matrix
+from kvarn_cli.tensor_bytes import to_tensor
+from kvarn_cli.verification.folder import Check, read_metadata, rotated_tensors
+
+
+def verify_against(
+    converted: Checkpoint, source: Checkpoint, report: Report = silent
+) -> tuple[Check, ...]:
+    """Check that the rotation is in the weights, and that nothing else changed.
+
+    Args:
+        converted: a folder that passed `verify_folder`.
+        source: what it was converted from.
+        report: told the bytes compared.
+    """
+    metadata = read_metadata(converted.folder)
+    identity = tuple(_identity_problems(metadata, converted, source))
+    checks = [Check("source", f"{len(source.weight_map)} tensors", identity)]
+    if identity:
+        return tuple(checks)
+    rotated = rotated_tensors(metadata, converted.weight_map)
+    matrix = _matrix(metadata.rotations.value)
+    total = sum(source.info(name).size_bytes for name in source.weight_map)
+    rotation_problems, other_problems, worst, done = [], [], 0.0, 0
+    for name in source.weight_map:
+        if name in rotated:
+            shares = (
+                _share_of_rounding(*blocks, matrix=matrix, on_rows=rotated[name])
+                for blocks in _paired_blocks(name, converted, source, len(matrix))
+            )
+            share = max(shares, default=0.0)
+            worst = max(worst, share)
+            if not share <= 1:
+                rotation_problems.append(
+                    f"{name} turned back differs from the source by {share:.3g} times what one "
+                    "rounding explains"
+                )
+        elif not _same(name, converted, source):
+            other_problems.append(f"{name} differs from the source")
+        done += source.info(name).size_bytes
+        report("comparing with the source", done, total)
+    checks.append(
+        Check(
+            "rotation",
+            f"{len(rotated)} tensors turned back; differences use {worst:.0%} of one rounding",
+            tuple(rotation_problems),
+        )
+    )
+    unchanged = len(source.weight_map) - len(rotated)
+    checks.append(Check("other tensors", f"{unchanged} unchanged", tuple(other_problems)))
+    return tuple(checks)
+
+
+def _identity_problems(
+    metadata: KVarNConfig, converted: Checkpoint, source: Checkpoint
+) -> Iterator[str]:
+    if metadata.base_model.index_sha256 != source.index_sha256:
+        yield (
+            f"{source.folder} is not what was converted: its index or header is another than that "
+            f"of {metadata.base_model.name}"
+        )
+        return
+    if converted.weight_map != source.weight_map:
+        yield "the source has other tensors, or has them in other files"
+        return
+    for name in source.weight_map:
+        if converted.info(name).shape != source.info(name).shape:
+            yield f"{name} has another shape than in the source"
+
+
+def _matrix(rotation: Rotation) -> Tensor:
+    signs = rotation.signs or "+" * rotation.head_dim
+    columns = torch.tensor([1.0 if sign == "+" else -1.0 for sign in signs], dtype=torch.float64)
+    return hadamard_matrix(rotation.head_dim, dtype=torch.float64) * columns
+
+
+def _paired_blocks(
+    name: str, converted: Checkpoint, source: Checkpoint, row_step: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """The same rows of both, whatever their dtypes; a step of rows is a whole head."""
+    both = (converted, source)
+    rows = min(rows_at_once(checkpoint.info(name), row_step) for checkpoint in both)
+    yield from zip(*(_row_tensors(checkpoint, name, rows) for checkpoint in both), strict=True)
+
+
+def _row_tensors(checkpoint: Checkpoint, name: str, rows: int) -> Iterator[Tensor]:
+    path, info = checkpoint.folder / checkpoint.weight_map[name], checkpoint.info(name)
+    for block in read_blocks(path, info, rows):
+        flat = replace(info, shape=(len(block) // FUSIBLE_DTYPES[info.dtype].itemsize,))
+        yield to_tensor(block, flat).reshape(-1, *info.shape[1:])
+
+
+def _share_of_rounding(stored: Tensor, original: Tensor, *, matrix: Tensor, on_rows: bool) -> float:
+    """Largest difference of a head's vector, in units of what rounding explains."""
+    arithmetic = torch.finfo(torch.promote_types(original.dtype, torch.float32))
+    vectors, sources = (
+        _head_vectors(tensor, len(matrix), on_rows=on_rows) for tensor in (stored, original)
+    )
+    limits = torch.finfo(stored.dtype)
+    entry_error = (
+        limits.eps / 2 * vectors.abs()
+        + limits.smallest_normal * limits.eps / 2
+        + len(matrix) * arithmetic.eps / 2 * vectors.square().mean(-1, keepdim=True).sqrt()
+    )
+    allowed = entry_error.norm(dim=-1)
+    difference = (vectors @ matrix.T - sources).norm(dim=-1)
+    return float((difference / allowed).nan_to_num(math.inf, math.inf).max())
+
+
+def _head_vectors(tensor: Tensor, width: int, *, on_rows: bool) -> Tensor:
+    """Vectors along the rotated axis, float64 [..., width]."""
+    vectors: Tensor = tensor.double().unflatten(0 if on_rows else -1, (-1, width))
+    return vectors.movedim(1, -1) if on_rows else vectors
+
+
+def _same(name: str, converted: Checkpoint, source: Checkpoint) -> bool:
+    after, before = converted.info(name), source.info(name)
+    if after.dtype == before.dtype:
+        rows = rows_at_once(before)
+        blocks = zip(
+            read_blocks(converted.folder / converted.weight_map[name], after, rows),
+            read_blocks(source.folder / source.weight_map[name], before, rows),
+            strict=True,
+        )
+        return all(one == other for one, other in blocks)
+    if not {after.dtype, before.dtype} <= FUSIBLE_DTYPES.keys():
+        return False
+    return all(
+        torch.equal(new.nan_to_num(), old.to(new.dtype).nan_to_num())
+        for new, old in _paired_blocks(name, converted, source, 1)
+    )
