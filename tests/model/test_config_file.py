@@ -51,10 +51,11 @@ def test_ordinary_configurations_pass(folder, config_file):
     check_config_file(config_file)
 
 
-def test_nesting_is_no_obstacle(config_file):
+def test_absurd_nesting_is_refused(config_file):
     deep = "[" * 900 + "]" * 900
     config_file.write_text(f'{{"deep": {deep}}}')
-    check_config_file(config_file)
+    with pytest.raises(CheckpointError, match="nested too deeply"):
+        check_config_file(config_file)
 
 
 @pytest.mark.parametrize("text", ["[]", '{"a": 1, "a": 2}', "{"])
