@@ -14,7 +14,7 @@ from kvarn_cli.errors import CheckpointError
 MAX_COUNT = 10_000
 """Of layers, labels or experts; the largest public models have a few hundred of each."""
 
-_COUNTS = re.compile("layer|label|expert")
+_COUNTS = re.compile(r"(layers?|labels|experts)$")
 
 
 def check_config_file(path: Path) -> None:

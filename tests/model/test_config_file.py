@@ -51,6 +51,11 @@ def test_ordinary_configurations_pass(folder, config_file):
     check_config_file(config_file)
 
 
+def test_a_width_is_no_count(config_file):
+    config_file.write_text('{"shared_expert_intermediate_size": 20480, "label_smoothing": 0.1}')
+    check_config_file(config_file)
+
+
 def test_absurd_nesting_is_refused(config_file):
     deep = "[" * 900 + "]" * 900
     config_file.write_text(f'{{"deep": {deep}}}')
