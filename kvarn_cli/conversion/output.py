@@ -1,8 +1,11 @@
 """Write the converted checkpoint and look it over before it gets its name. No transformers here."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
+
+import torch
 
 from kvarn_cli import __version__
 from kvarn_cli.checkpoint.checkpoint import CONFIG_NAME, Checkpoint
@@ -36,7 +39,8 @@ def write_output(
         config |= _dtype_entries(checkpoint.config, dtype)
         if any(str(path) == INDEX_NAME for path in checkpoint.sidecars):
             own[INDEX_NAME] = _index(checkpoint, writer)
-    writer.copy(without={*own, MANIFEST_NAME})
+    with _one_thread_for_each_shard():
+        writer.copy(without={*own, MANIFEST_NAME})
     for name, content in own.items():
         writer.add_file(name, _json_bytes(content))
     manifest = Manifest(
@@ -47,6 +51,20 @@ def write_output(
     writer.add_file(MANIFEST_NAME, _json_bytes(manifest.model_dump(mode="json", exclude_none=True)))
     require_sound(verify_folder(writer.folder, hashes=False), writer.folder)
     writer.commit()
+
+
+@contextmanager
+def _one_thread_for_each_shard() -> Iterator[None]:
+    """Several shards keep the cores busy; on small blocks more threads would wait for each other.
+
+    Threads that are started inside take the setting over.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _dtype_entries(config: Mapping[str, Any], dtype: str) -> dict[str, str]:
