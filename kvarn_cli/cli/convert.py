@@ -25,6 +25,13 @@ class RotationPlace(StrEnum):
     online = "online"
 
 
+class EncoderName(StrEnum):
+    """How codes and scales are chosen."""
+
+    reference = "reference"
+    refined = "refined"
+
+
 def convert(
     model: options.Model,
     output: Annotated[
@@ -37,6 +44,10 @@ def convert(
     iterations: Annotated[
         int, typer.Option(metavar="N", help="Passes of the variance normalization.")
     ] = KVarNSettings.iterations,
+    encoder: Annotated[
+        EncoderName,
+        typer.Option(help="How tiles are packed: as public backends do, or with less error."),
+    ] = EncoderName.reference,
     rotation: Annotated[
         RotationPlace,
         typer.Option(help="fused: V's rotation goes into W_V and W_O; online: no weight changes."),
@@ -82,7 +93,9 @@ def convert(
     Nothing is written before the fusion is proven and the result validated against the original.
     """
     with Console(as_json=as_json, quiet=quiet) as console:
-        settings = KVarNSettings.from_name(preset).with_(iterations=iterations)
+        settings = KVarNSettings.from_name(preset).with_(
+            iterations=iterations, encoder=encoder.value
+        )
         thresholds = _thresholds(
             max_kl=max_kl, min_top1=min_top1, max_loss_increase=max_loss_increase
         )
@@ -204,10 +217,11 @@ def _proof_line(proof: "ProofRecord") -> str:
 
 def _show_calibration(console: Console, calibration: "Calibration") -> None:
     console.table(
-        ["engine", "KL", "top-1", "loss", "original", "attention MAE"],
+        ["engine", "encoder", "KL", "top-1", "loss", "original", "attention MAE"],
         [
             [
                 errors.engine,
+                errors.encoder,
                 f"{errors.kl_mean:.4f}",
                 f"{errors.top1_agreement:.2%}",
                 f"{errors.loss_quantized:.4f}",
