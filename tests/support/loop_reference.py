@@ -113,17 +113,18 @@ def nearest_code(number, scale, zero, bits):
 
 def refine(tile, bits, iterations, factors, tokens):
     """What the refined encoder gives for a tile whose tokens are its "rows" or "columns"."""
-    _, column_scale, _ = normalize(tile, iterations)
+    row_scale, column_scale, _ = normalize(tile, iterations)
     columns = [rounded_to_half(s) for s in column_scale]
     codes, scales, zeros = [], [], []
-    for row in tile:
+    for row, s_row in zip(tile, row_scale, strict=True):
+        normalized = [x / (s_row * s_col) for x, s_col in zip(row, column_scale, strict=True)]
         balanced = [x / s for x, s in zip(row, columns, strict=True)]
-        middle = (max(balanced) + min(balanced)) / 2
-        half_range = (max(balanced) - min(balanced)) / 2
-        least, best = math.inf, ([0] * len(row), 0.0, rounded_to_half(middle))
+        low, width = min(normalized), max(normalized) - min(normalized)
+        least = math.inf
+        best = ([0] * len(row), 0.0, rounded_to_half((low + width / 2) * s_row))
         for factor in factors:
-            scale = rounded_to_half(2 * factor * half_range / (2**bits - 1))
-            zero = rounded_to_half(middle - factor * half_range)
+            scale = rounded_to_half(factor * width / (2**bits - 1) * s_row)
+            zero = rounded_to_half((low + (1 - factor) * width / 2) * s_row)
             row_codes = [nearest_code(x, scale, zero, bits) for x in balanced]
             error = sum(
                 (q * scale + zero - x) ** 2 for q, x in zip(row_codes, balanced, strict=True)
