@@ -208,7 +208,9 @@ class Thresholds(_Block):
         found = []
         for errors in engines:
             increase = errors.loss_quantized - errors.loss_original
-            engine = f"{errors.engine}, {errors.encoder} encoder"
+            engine = errors.engine
+            if errors.encoder != "reference":
+                engine += f" with the {errors.encoder} encoder"
             if errors.kl_mean > self.max_kl:
                 found.append(f"{engine}: KL {errors.kl_mean:.4f} > {self.max_kl}")
             if errors.top1_agreement < self.min_top1:

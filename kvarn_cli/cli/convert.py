@@ -168,7 +168,8 @@ def _show_plan(console: Console, plan: "ConversionPlan") -> None:
     lines = {
         "model": f"{plan.source.name} ({summary['architecture']})",
         "cache": f"{settings.cache_dtype}, {settings.record_bytes(cache.head_dim):,} bytes a "
-        f"record, {settings.bits_per_element(cache.head_dim):.4g} bits an element",
+        f"record, {settings.bits_per_element(cache.head_dim):.4g} bits an element, "
+        f"{settings.encoder} encoder",
         "layers": f"{len(cache.covered)} of {cache.num_layers} covered, "
         f"{cache.num_kv_heads} KV heads of {cache.head_dim}",
         "rotation of V": where,

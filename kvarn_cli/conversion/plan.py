@@ -108,6 +108,7 @@ class ConversionPlan:
             "revision": self.source.revision,
             "architecture": architecture_of(self.config),
             "cache_dtype": self.settings.cache_dtype,
+            "encoder": self.settings.encoder,
             "rotation": "fused" if self.layout else "online",
             "proof": asdict(self.proof) if self.proof else None,
             "head_dim": self.cache.head_dim,
