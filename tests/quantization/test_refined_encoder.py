@@ -1,3 +1,7 @@
+import json
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,6 +14,8 @@ from kvarn_cli.quantization.tile_record import pack_records, quantize_tiles, unp
 from kvarn_cli.quantization.variance_normalization import variance_normalize
 from kvarn_cli.settings import KVarNSettings
 
+DOCS = Path(__file__).parents[2] / "docs"
+VECTORS = json.loads((DOCS / "encoder-vectors.json").read_text(encoding="utf-8"))
 SETTINGS = KVarNSettings()
 TOKENS = ("rows", "columns")
 CHANNELS = {"rows": -1, "columns": -2}
@@ -82,18 +88,23 @@ def test_scaling_the_tile_scales_what_it_decodes_to(seed, bits, tokens):
         assert torch.equal(scaled, decoded * factor)
 
 
-@pytest.mark.parametrize("tokens", TOKENS)
-@pytest.mark.parametrize("bits", [2, 4])
-def test_it_equals_a_plain_loop(bits, tokens):
-    tile = random_tile(3, rows=8, columns=16)
-    own = refine_tiles(tile, bits, SETTINGS, tokens=tokens)
-    codes, scales, zeros, columns = refine(
-        tile.tolist(), bits, SETTINGS.iterations, RANGE_FACTORS[bits], tokens
+@pytest.mark.parametrize("case", VECTORS, ids=lambda case: case["name"])
+def test_the_published_vectors_are_what_this_encoder_and_a_plain_loop_give(case):
+    bits, tokens, iterations = case["bits"], case["tokens"], case["iterations"]
+    own = refine_tiles(
+        torch.tensor(case["tile"]), bits, KVarNSettings(iterations=iterations), tokens=tokens
     )
-    assert own.rows.codes.tolist() == codes
-    assert own.rows.scale[:, 0].tolist() == pytest.approx(scales, rel=2e-3)
-    assert own.rows.zero_point[:, 0].tolist() == pytest.approx(zeros, rel=2e-3)
-    assert own.column_scale[0].tolist() == pytest.approx(columns, rel=2e-3)
+    scales = (own.rows.scale[:, 0], own.rows.zero_point[:, 0], own.column_scale[0])
+    by_loop = refine(case["tile"], bits, iterations, RANGE_FACTORS[bits], tokens)
+    for codes, *numbers in ((own.rows.codes.tolist(), *scales), by_loop):
+        assert codes == case["codes"]
+        for part, name in zip(numbers, ("scale", "zero_point", "column_scale"), strict=True):
+            assert list(part) == pytest.approx(case[name], rel=2**-10)
+
+
+def test_the_worked_example_of_the_docs_is_the_first_vector():
+    page = (DOCS / "encoder.md").read_text(encoding="utf-8")
+    assert json.loads(re.search(r"```json\n(.*?)```", page, re.DOTALL)[1]) == VECTORS[0]
 
 
 @pytest.mark.parametrize("tokens", TOKENS)
