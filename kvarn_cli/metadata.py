@@ -208,7 +208,7 @@ class Thresholds(_Block):
         found = []
         for errors in engines:
             increase = errors.loss_quantized - errors.loss_original
-            engine = errors.engine
+            engine: str = errors.engine
             if errors.encoder != "reference":
                 engine += f" with the {errors.encoder} encoder"
             if errors.kl_mean > self.max_kl:
