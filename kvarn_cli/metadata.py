@@ -12,7 +12,7 @@ from typing import Annotated, Any, Final, Literal, Self, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from kvarn_cli.errors import CheckpointError, SettingsError
-from kvarn_cli.settings import KVarNSettings
+from kvarn_cli.settings import Encoder, KVarNSettings
 
 FORMAT_VERSION: Final = 1
 CONFIG_KEY = "kvarn_config"
@@ -60,6 +60,10 @@ class CacheFormat(_Block):
     residual: Literal["incomplete_tile"] = Field(
         default="incomplete_tile",
         description="the newest tokens stay exact until they fill a tile",
+    )
+    encoder: Encoder = Field(
+        default="reference",
+        description="how codes and scales are chosen; decoding is the same for both",
     )
 
     @classmethod
@@ -186,6 +190,7 @@ class EngineErrors(_Block):
     """
 
     engine: Literal["honours_marker", "rotates_again", "online"]
+    encoder: Encoder = Field(default="reference", description="that this engine packs tiles with")
     kl_mean: float = Field(description="mean KL divergence of the logits, nats")
     top1_agreement: float = Field(description="share of positions with the same first choice")
     loss_original: float = Field(description="next-token loss of the original, nats")
@@ -206,15 +211,16 @@ class Thresholds(_Block):
         found = []
         for errors in engines:
             increase = errors.loss_quantized - errors.loss_original
+            engine: str = errors.engine
+            if errors.encoder != "reference":
+                engine += f" with the {errors.encoder} encoder"
             if errors.kl_mean > self.max_kl:
-                found.append(f"{errors.engine}: KL {errors.kl_mean:.4f} > {self.max_kl}")
+                found.append(f"{engine}: KL {errors.kl_mean:.4f} > {self.max_kl}")
             if errors.top1_agreement < self.min_top1:
                 agreement = f"top-1 agreement {errors.top1_agreement:.4f} < {self.min_top1}"
-                found.append(f"{errors.engine}: {agreement}")
+                found.append(f"{engine}: {agreement}")
             if increase > self.max_loss_increase:
-                found.append(
-                    f"{errors.engine}: loss increase {increase:.4f} > {self.max_loss_increase}"
-                )
+                found.append(f"{engine}: loss increase {increase:.4f} > {self.max_loss_increase}")
         return found
 
 

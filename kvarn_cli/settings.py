@@ -6,14 +6,17 @@ so that the command line can name the presets without loading either.
 
 import re
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 from kvarn_cli.errors import SettingsError
+
+Encoder = Literal["reference", "refined"]
 
 KEY_VALUE_BITS = (2, 4)
 GROUP_SIZES = (32, 64, 128, 256)
 HEAD_DIMS = (32, 64, 128, 256, 512)
 MAX_ITERATIONS = 1000
+ENCODERS = get_args(Encoder)
 DEFAULT_PRESET = "k4v2_g128"
 
 _NAME = re.compile(r"(?:kvarn_)?k(?P<key>[0-9]{1,3})v(?P<value>[0-9]{1,3})_g(?P<group>[0-9]{1,3})")
@@ -35,6 +38,7 @@ class KVarNSettings:
         std_max: upper clip of a standard deviation before its logarithm.
         sink_tokens: first tokens of a sequence that stay exact.
         layout: name of the record layout.
+        encoder: how codes and scales are chosen; every decoder takes the records of either.
 
     Raises:
         SettingsError: a value lies outside what the record layout can hold.
@@ -52,12 +56,14 @@ class KVarNSettings:
     std_max: float = 1e3
     sink_tokens: int = 128
     layout: Literal["vllm-fp16"] = "vllm-fp16"
+    encoder: Encoder = "reference"
 
     def __post_init__(self) -> None:
         for name in ("key_bits", "value_bits"):
             check_choice(name, getattr(self, name), KEY_VALUE_BITS)
         check_choice("group_size", self.group_size, GROUP_SIZES)
         check_choice("layout", self.layout, ("vllm-fp16",))
+        check_choice("encoder", self.encoder, ENCODERS)
         if not 0 <= self.iterations <= MAX_ITERATIONS:
             raise SettingsError(
                 f"iterations is {self.iterations}; it must lie between 0 and {MAX_ITERATIONS}"

@@ -39,6 +39,15 @@ def test_a_block_survives_json():
     assert config.fused
 
 
+def test_a_block_from_before_encoders_had_names_means_the_reference():
+    older = block()
+    del older["cache"]["encoder"]
+    assert KVarNConfig.from_config_dict({"kvarn_config": older}).cache.settings == SETTINGS
+    refined = SETTINGS.with_(encoder="refined")
+    newer = block() | {"cache": CacheFormat.from_settings(refined, 64).model_dump()}
+    assert KVarNConfig.from_config_dict({"kvarn_config": newer}).cache.settings == refined
+
+
 def test_a_config_without_the_block_reads_as_none():
     assert KVarNConfig.from_config_dict({"model_type": "llama"}) is None
 

@@ -34,6 +34,13 @@ class RotationPlace(StrEnum):
     online = "online"
 
 
+class EncoderName(StrEnum):
+    """How codes and scales are chosen."""
+
+    reference = "reference"
+    refined = "refined"
+
+
 def convert(
     model: options.Model,
     output: Annotated[
@@ -46,6 +53,10 @@ def convert(
     iterations: Annotated[
         int, typer.Option(metavar="N", help="Passes of the variance normalization.")
     ] = KVarNSettings.iterations,
+    encoder: Annotated[
+        EncoderName,
+        typer.Option(help="How tiles are packed: as public backends do, or with less error."),
+    ] = EncoderName.reference,
     rotation: Annotated[
         RotationPlace,
         typer.Option(help="fused: V's rotation goes into W_V and W_O; online: no weight changes."),
@@ -98,7 +109,9 @@ def convert(
     if output is not None:
         after_interrupt += f"; it continues with what is finished in {output}.incomplete"
     with Console(as_json=as_json, quiet=quiet, after_interrupt=after_interrupt) as console:
-        settings = KVarNSettings.from_name(preset).with_(iterations=iterations)
+        settings = KVarNSettings.from_name(preset).with_(
+            iterations=iterations, encoder=encoder.value
+        )
         thresholds = _thresholds(
             max_kl=max_kl, min_top1=min_top1, max_loss_increase=max_loss_increase
         )
@@ -177,7 +190,7 @@ def _show_plan(console: Console, plan: "ConversionPlan", summary: dict[str, Any]
     lines = {
         "model": f"{plan.source.name} ({summary['architecture']})",
         "cache": f"{settings.cache_dtype}, {summary['record_bytes']:,} bytes a record, "
-        f"{summary['bits_per_element']:.4g} bits an element",
+        f"{summary['bits_per_element']:.4g} bits an element, {settings.encoder} encoder",
         "layers": f"{len(cache.covered)} of {cache.num_layers} covered, "
         f"{cache.num_kv_heads} KV heads of {cache.head_dim}",
         "rotation of V": where,
@@ -243,10 +256,11 @@ def _proof_line(proof: "ProofRecord") -> str:
 
 def _show_calibration(console: Console, calibration: "Calibration") -> None:
     console.table(
-        ["engine", "KL", "top-1", "loss", "original", "attention MAE"],
+        ["engine", "encoder", "KL", "top-1", "loss", "original", "attention MAE"],
         [
             [
                 errors.engine,
+                errors.encoder,
                 f"{errors.kl_mean:.4f}",
                 f"{errors.top1_agreement:.2%}",
                 f"{errors.loss_quantized:.4f}",

@@ -32,6 +32,7 @@ def plan_summary(plan: ConversionPlan, output: Path | None) -> dict[str, object]
         "revision": plan.source.revision,
         "architecture": architecture_of(plan.config),
         "cache_dtype": settings.cache_dtype,
+        "encoder": settings.encoder,
         "rotation": "fused" if plan.layout else "online",
         "dtype": plan.dtype,
         "proof": asdict(plan.proof) if plan.proof else None,

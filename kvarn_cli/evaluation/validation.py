@@ -15,7 +15,7 @@ from kvarn_cli.progress import Report
 from kvarn_cli.quantization.hadamard import fused_rotation
 from kvarn_cli.quantization.methods import KVarN
 from kvarn_cli.runtime.coverage import attention_head_dim
-from kvarn_cli.settings import KVarNSettings
+from kvarn_cli.settings import Encoder, KVarNSettings
 
 Engine = Literal["honours_marker", "rotates_again", "online"]
 
@@ -31,6 +31,9 @@ def validate(
 ) -> list[EngineErrors]:
     """Measure the converted model on each kind of engine against the original.
 
+    An engine that knows the conversion packs tiles with the encoder of `settings`. Public engines,
+    which rotate V again, do it with the reference encoder.
+
     Args:
         model: the original, in evaluation mode.
         windows: int64 [windows, tokens].
@@ -41,34 +44,36 @@ def validate(
 
     Returns:
         Errors on an engine that honours the marker and on one that rotates V again; or, without
-        fused weights, on an engine that rotates V online.
+        fused weights, on an engine that rotates V online (with the reference encoder as well, if
+        `settings` name another).
     """
-    methods = _engine_methods(settings, fused=bool(fused_weights))
+    engines = _engines(settings, fused=bool(fused_weights))
     rotation = fused_rotation(attention_head_dim(model.config)) if fused_weights else None
-    measured: dict[Engine, list[WindowErrors]] = {engine: [] for engine in methods}
-    runs = 1 + len(methods)
+    measured: list[list[WindowErrors]] = [[] for _ in engines]
+    runs = 1 + len(engines)
     report(_STAGE, 0, len(windows) * runs)
     for number, window in enumerate(windows.to(model.device).split(1)):
         exact = record_exact(model, window)
         report(_STAGE, number * runs + 1, len(windows) * runs)
         with _swapped(model, fused_weights):
-            for offset, (engine, method) in enumerate(methods.items(), start=2):
+            for index, (_, method) in enumerate(engines):
                 errors = pseudo_decode(model, exact, method, fused_rotation=rotation)
-                measured[engine].append(errors)
-                report(_STAGE, number * runs + offset, len(windows) * runs)
+                measured[index].append(errors)
+                report(_STAGE, number * runs + index + 2, len(windows) * runs)
     return [
-        _engine_errors(engine, summarize(errors, first_position=errors[0].first_affected))
-        for engine, errors in measured.items()
+        _engine_errors(
+            engine, method.encoder, summarize(errors, first_position=errors[0].first_affected)
+        )
+        for (engine, method), errors in zip(engines, measured, strict=True)
     ]
 
 
-def _engine_methods(settings: KVarNSettings, *, fused: bool) -> dict[Engine, KVarN]:
-    def method(value_rotation: Literal["online", "fused"]) -> KVarN:
-        return replace(KVarN.from_settings(settings), value_rotation=value_rotation)
-
-    if not fused:
-        return {"online": method("online")}
-    return {"honours_marker": method("fused"), "rotates_again": method("online")}
+def _engines(settings: KVarNSettings, *, fused: bool) -> list[tuple[Engine, KVarN]]:
+    own = replace(KVarN.from_settings(settings), value_rotation="fused" if fused else "online")
+    public = replace(own, encoder="reference", value_rotation="online")
+    if fused:
+        return [("honours_marker", own), ("rotates_again", public)]
+    return [("online", own)] if own == public else [("online", own), ("online", public)]
 
 
 @contextmanager
@@ -86,9 +91,10 @@ def _swapped(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> Iterator[
             model.get_parameter(name).data = original
 
 
-def _engine_errors(engine: Engine, errors: MethodErrors) -> EngineErrors:
+def _engine_errors(engine: Engine, encoder: Encoder, errors: MethodErrors) -> EngineErrors:
     return EngineErrors(
         engine=engine,
+        encoder=encoder,
         kl_mean=errors.kl_mean,
         top1_agreement=errors.top1_agreement,
         loss_original=errors.loss_exact,

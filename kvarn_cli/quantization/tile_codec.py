@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from kvarn_cli.quantization.hadamard import hadamard_matrix, rotate
+from kvarn_cli.quantization.refined_encoder import refine_tiles
 from kvarn_cli.quantization.tile_record import (
     QuantizedTiles,
     pack_records,
@@ -63,9 +64,15 @@ class TileCodec:
         tiled = (-1, self.settings.group_size)
         key_tiles = keys.float().unflatten(-2, tiled).transpose(-1, -2).contiguous()
         value_tiles = values.float().unflatten(-2, tiled)
+        settings = self.settings
+        if settings.encoder == "refined":
+            return (
+                refine_tiles(key_tiles, settings.key_bits, settings, tokens="columns"),
+                refine_tiles(value_tiles, settings.value_bits, settings, tokens="rows"),
+            )
         return (
-            quantize_tiles(key_tiles, self.settings.key_bits, self.settings),
-            quantize_tiles(value_tiles, self.settings.value_bits, self.settings),
+            quantize_tiles(key_tiles, settings.key_bits, settings),
+            quantize_tiles(value_tiles, settings.value_bits, settings),
         )
 
     @torch.no_grad()

@@ -65,6 +65,7 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(llama, short_run, tmp_path)
     assert text.exit_code == 0, text.stderr
     assert "llama (LlamaForCausalLM)" in text.stdout
     assert "kvarn_k2v2_g32, 896 bytes a record" in text.stdout
+    assert "reference encoder" in text.stdout
     assert "fused into 4 tensors" in text.stdout
     document = json.loads(run_kvarn(*common, "-o", tmp_path / "out", "--json").stdout)
     assert document["cache_dtype"] == "kvarn_k2v2_g32"
@@ -74,6 +75,19 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(llama, short_run, tmp_path)
     )
     assert names_in(tmp_path) == []
     assert names_in(llama) == before
+
+
+def test_the_encoder_goes_into_the_metadata(llama, short_run, tmp_path):
+    options = ["--preset", "k2v2_g32", "--encoder", "refined", "--force", "--json"]
+    outcome = run_kvarn("convert", llama, "-o", tmp_path / "out", *short_run, *options)
+    assert outcome.exit_code == 0, outcome.stderr
+    block = json.loads(outcome.stdout)["kvarn_config"]
+    assert block["cache"]["encoder"] == "refined"
+    engines = {errors["engine"]: errors for errors in block["calibration"]["engines"]}
+    assert engines["honours_marker"]["encoder"] == "refined"
+    assert engines["rotates_again"]["encoder"] == "reference"
+    generated = run_kvarn("generate", tmp_path / "out", "hello", "-n", "2", "--json")
+    assert generated.exit_code == 0, generated.stderr
 
 
 def test_a_missed_threshold_leaves_nothing_unless_forced(llama, short_run, tmp_path):

@@ -67,6 +67,23 @@ def test_every_setting_is_measured(llama: PreTrainedModel, windows: Tensor) -> N
     assert plain != clipped
 
 
+def test_public_engines_are_measured_with_the_reference_encoder(
+    llama: PreTrainedModel, windows: Tensor, fused_weights: dict[str, Tensor]
+) -> None:
+    refined = SETTINGS.with_(encoder="refined")
+    fused = validate(llama, windows, refined, fused_weights, silent)
+    online = validate(llama, windows, refined, {}, silent)
+    by_engine = [
+        [(errors.engine, errors.encoder) for errors in engines] for engines in (fused, online)
+    ]
+    assert by_engine == [
+        [("honours_marker", "refined"), ("rotates_again", "reference")],
+        [("online", "refined"), ("online", "reference")],
+    ]
+    (expected,) = measure_methods(llama, windows, [parse_method(f"{SPEC},encoder=refined")])
+    assert online[0].kl_mean == expected.kl_mean != online[1].kl_mean
+
+
 def test_the_original_gets_its_weights_back(
     llama: PreTrainedModel, windows: Tensor, fused_weights: dict[str, Tensor]
 ) -> None:

@@ -28,6 +28,7 @@ def states(seed=0):
         ("quarot,key_axis=token", QuaRot(key_axis="token")),
         ("kvarn,value_rotation=fused", KVarN(value_rotation="fused")),
         ("kvarn,std_min=0.5,log_scale_max=2.0", KVarN(std_min=0.5, log_scale_max=2.0)),
+        ("kvarn:k2v2_g128,encoder=refined", KVarN(key_bits=2, encoder="refined")),
     ],
 )
 def test_specs_and_labels(spec, method):
@@ -48,6 +49,7 @@ def test_specs_and_labels(spec, method):
         ("kvarn,std_min=nan", "std_min must be above 0"),
         ("kivi,iterations=8", "no option of kivi"),
         ("kvarn,value_rotation=twice", "value_rotation is twice"),
+        ("kvarn,encoder=perfect", "encoder is perfect"),
     ],
 )
 def test_wrong_specs_are_refused(spec, message):

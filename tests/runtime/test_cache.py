@@ -57,6 +57,18 @@ def test_steps_through_the_cache_give_the_logits_of_one_pass(
             assert largest_difference(stepped, exact) <= tolerance, num_tokens
 
 
+def test_the_refined_encoder_packs_in_the_cache_as_in_one_pass(llama: PreTrainedModel) -> None:
+    settings = SETTINGS[1].with_(encoder="refined")
+    tokens = random_tokens(200)
+    cache = KVarNCache(llama.config, settings)
+    stepped = cached_logits(llama, tokens, cache, tile_lengths(200, settings))
+    one_pass = one_pass_logits(llama, tokens, method_of(settings))
+    reference = one_pass_logits(llama, tokens, method_of(SETTINGS[1]))
+    exact = exact_logits(llama, tokens)
+    assert largest_difference(stepped, one_pass) <= 1e-4
+    assert (one_pass - exact).norm() < 0.9 * (reference - exact).norm()
+
+
 @pytest.mark.parametrize("step_tokens", [50, 64, 200])
 def test_prompt_chunks_attend_exactly_to_their_own_tokens(
     llama: PreTrainedModel, settings: KVarNSettings, step_tokens: int

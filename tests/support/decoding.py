@@ -1,6 +1,7 @@
 """The two ways to run tokens through a quantized cache: in one pass, and step by step."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,14 +32,7 @@ def random_tokens(num_tokens: int, *, batch: int = 1, seed: int = 0) -> Tensor:
 
 
 def method_of(settings: KVarNSettings, **changes: Any) -> KVarN:
-    return KVarN(
-        key_bits=settings.key_bits,
-        value_bits=settings.value_bits,
-        group_size=settings.group_size,
-        sink_tokens=settings.sink_tokens,
-        iterations=settings.iterations,
-        **changes,
-    )
+    return replace(KVarN.from_settings(settings), **changes)
 
 
 @torch.inference_mode()

@@ -103,6 +103,59 @@ def record(key_tile, value_tile, key_bits, value_bits, iterations):
     )
 
 
+def rounded_to_half(number):
+    return struct.unpack("<e", struct.pack("<e", number))[0]
+
+
+def nearest_code(number, scale, zero, bits):
+    return min(max(round((number - zero) / scale), 0), 2**bits - 1) if scale > 0 else 0
+
+
+def refine(tile, bits, iterations, factors, tokens):
+    """What the refined encoder gives for a tile whose tokens are its "rows" or "columns"."""
+    row_scale, column_scale, _ = normalize(tile, iterations)
+    columns = [rounded_to_half(s) for s in column_scale]
+    codes, scales, zeros = [], [], []
+    for row, s_row in zip(tile, row_scale, strict=True):
+        normalized = [x / (s_row * s_col) for x, s_col in zip(row, column_scale, strict=True)]
+        balanced = [x / s for x, s in zip(row, columns, strict=True)]
+        low, width = min(normalized), max(normalized) - min(normalized)
+        least = math.inf
+        best = ([0] * len(row), 0.0, rounded_to_half((low + width / 2) * s_row))
+        for factor in factors:
+            scale = rounded_to_half(factor * width / (2**bits - 1) * s_row)
+            zero = rounded_to_half((low + (1 - factor) * width / 2) * s_row)
+            row_codes = [nearest_code(x, scale, zero, bits) for x in balanced]
+            error = sum(
+                (q * scale + zero - x) ** 2 for q, x in zip(row_codes, balanced, strict=True)
+            )
+            if scale > 0 and error < least:
+                least, best = error, (row_codes, scale, zero)
+        codes.append(best[0])
+        scales.append(best[1])
+        zeros.append(best[2])
+
+    decoded = decode(codes, scales, zeros, columns)
+    if tokens == "columns":
+        vectors = list(zip(zip(*tile, strict=True), zip(*decoded, strict=True), strict=True))
+    else:
+        vectors = list(zip(tile, decoded, strict=True))
+    token_factors = [token_factor(x, y) for x, y in vectors]
+    if tokens == "columns":
+        return codes, scales, zeros, corrected(columns, token_factors)
+    return codes, corrected(scales, token_factors), corrected(zeros, token_factors), columns
+
+
+def token_factor(x, decoded):
+    power, length = sum(a * a for a in x), sum(b * b for b in decoded)
+    inner = sum(a * b for a, b in zip(x, decoded, strict=True))
+    return power / inner if inner > math.sqrt(power * length) / 2 else 1.0
+
+
+def corrected(scales, factors):
+    return [rounded_to_half(s * factor) for s, factor in zip(scales, factors, strict=True)]
+
+
 def decode(codes, scales, zeros, column_scale):
     return [
         [(q * scale + zero) * s for q, s in zip(row, column_scale, strict=True)]

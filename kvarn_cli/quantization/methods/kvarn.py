@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kvarn_cli.quantization.methods.base import Method
 from kvarn_cli.quantization.tile_codec import TileCodec
-from kvarn_cli.settings import KVarNSettings, check_choice
+from kvarn_cli.settings import Encoder, KVarNSettings, check_choice
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +20,7 @@ class KVarN(Method):
         log_scale_max: upper clip of a log scale.
         std_min: lower clip of a standard deviation before its logarithm.
         std_max: upper clip of a standard deviation before its logarithm.
+        encoder: `reference` chooses codes and scales as public backends do, `refined` better.
         value_rotation: `online` rotates V as it is cached, `fused` takes it as rotated already;
             None leaves the choice to the model, and means `online` here.
 
@@ -34,6 +35,7 @@ class KVarN(Method):
     log_scale_max: float = KVarNSettings.log_scale_max
     std_min: float = KVarNSettings.std_min
     std_max: float = KVarNSettings.std_max
+    encoder: Encoder = KVarNSettings.encoder
     value_rotation: Literal["online", "fused"] | None = None
 
     def __post_init__(self) -> None:
