@@ -259,7 +259,7 @@ def _show_context(console: Console, results: "tuple[MethodResult, ...]") -> None
     """Attention error at doubling context lengths; blocks of one group."""
     blocks = {r.method: r.attention.accumulated.by_context for r in results}
     longest = max(blocks.values(), key=len)
-    ends = [block.end for block in longest if block.mae] or [block.end for block in longest]
+    ends = [block.end for block in longest if block.affected] or [block.end for block in longest]
     shown = [end for end in ends if end == ends[-1] or (end & (end - 1)) == 0][-5:]
     rows = []
     for method, own in blocks.items():

@@ -16,6 +16,8 @@ SCHEMA: Final = "kvarn.errors/1"
 
 Interval = tuple[float, float]
 
+_NOISE = 1e-9
+
 
 class _Part(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True)
@@ -51,6 +53,11 @@ class ContextError(_Part):
     end: int
     mae: float
     interval: Interval | None = Field(description="95 % over windows")
+
+    @property
+    def affected(self) -> bool:
+        """Whether there is more than float noise."""
+        return self.mae > _NOISE
 
 
 class AttentionErrors(_Part):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from kvarn_cli.errors import UsageError
 
@@ -122,7 +123,7 @@ def _context(report: "ErrorReport") -> Figure:
 
 
 def _draw_context(axes: Axes, errors: "AttentionErrors", index: int, label: str) -> None:
-    first = next((n for n, block in enumerate(errors.by_context) if block.mae), 0)
+    first = next((n for n, block in enumerate(errors.by_context) if block.affected), 0)
     blocks = errors.by_context[first:]
     ends = [block.end for block in blocks]
     axes.plot(ends, [block.mae for block in blocks], label=label, **_style(index))
@@ -151,6 +152,8 @@ def _heads(report: "ErrorReport") -> Figure:
         image = axes.imshow(padded, cmap="cividis", vmin=0, vmax=top, aspect="auto")
         axes.set_title(_wrapped(result.method), fontsize=8)
         axes.set(xlabel="query head", ylabel="layer")
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(visible=False)
     for axes in grid[len(results) :]:
         axes.set_axis_off()
