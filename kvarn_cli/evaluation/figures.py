@@ -105,7 +105,10 @@ def _style(index: int) -> dict[str, Any]:
 
 
 def _context(report: "ErrorReport") -> Figure:
-    """Attention error against context length, static and accumulated on one scale."""
+    """Attention error against context length, static and accumulated on one scale.
+
+    The scale follows the means: intervals over two or three windows are wide and may leave it.
+    """
     figure = _figure(9, 3.6)
     static, accumulated = figure.subplots(1, 2, sharey=True)
     for index, result in enumerate(report.results):
@@ -115,9 +118,12 @@ def _context(report: "ErrorReport") -> Figure:
         _draw_context(accumulated, attention.accumulated, index, result.method)
     static.set(title="static: each layer's own error", ylabel="attention MAE")
     accumulated.set(title="accumulated: as in decoding")
+    top = max(
+        block.mae for result in report.results for block in result.attention.accumulated.by_context
+    )
     for axes in (static, accumulated):
         axes.set(xlabel="context length, tokens")
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.5 * top or 1)
     _legend_below(figure, accumulated)
     return figure
 
@@ -241,7 +247,9 @@ def _memory(report: "ErrorReport") -> Figure | None:
         xlabel=f"cache of {tokens:,} tokens, MiB (16 bits: {full / 2**20:,.0f} MiB)",
         ylabel="mean KL, nats",
     )
-    axes.set_xlim(left=0)
+    means = [result.logits.kl.mean for result in results]
+    axes.set_ylim(min(means) / 3, max(means) * 3)
+    axes.set_xlim(0, 1.1 * max(result.memory[middle].bytes for result in results) / 2**20)
     _legend_below(figure, axes)
     return figure
 

@@ -65,7 +65,10 @@ def _layers(result: MethodResult) -> str:
         layers = f"layer {names} carries" if needed == 1 else f"layers {names} carry"
         return f"{layers} most of {kind}"
     (error, layer), *_ = ranked
-    return f"the error is spread over the layers (most of it in layer {layer}: {error / whole:.0%})"
+    return (
+        "the error is spread over the layers "
+        f"(the largest part, {error / whole:.0%}, in layer {layer})"
+    )
 
 
 def _static_view(results: Sequence[MethodResult]) -> list[str]:

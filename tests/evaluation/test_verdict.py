@@ -74,7 +74,7 @@ def test_every_missed_threshold_is_named(measured: dict[str, float], reason: str
     [
         ((9, 1, 1, 1, 1, 1), "layer 0 carries most of"),
         ((5, 1, 1, 1, 1, 4), "layers 0 and 5 carry most of"),
-        ((1,) * 30, "spread over the layers (most of it in layer 29: 3%)"),
+        ((1,) * 30, "spread over the layers (the largest part, 3%, in layer 29)"),
     ],
 )
 def test_layers_are_named_when_few_of_them_hold_half_the_error(
