@@ -1,61 +1,68 @@
 """`kvarn inspect-errors`: what quantized caches do to one model."""
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
+from kvarn_cli import __version__
 from kvarn_cli.checkpoint.checkpoint import loadable_folder, open_checkpoint
 from kvarn_cli.checkpoint.source import fetch_weights, resolve_source
-from kvarn_cli.errors import UnsupportedModelError
+from kvarn_cli.errors import UnsupportedModelError, UsageError
 from kvarn_cli.evaluation.calibration import CalibrationText
+from kvarn_cli.evaluation.error_report import (
+    ErrorReport,
+    Greedy,
+    MethodResult,
+    Retrieval,
+    Windows,
+)
+from kvarn_cli.evaluation.fitting import fit_methods
+from kvarn_cli.evaluation.greedy import exact_continuation, same_tokens
 from kvarn_cli.evaluation.measurement import measure_methods
-from kvarn_cli.evaluation.metrics import MethodErrors
+from kvarn_cli.evaluation.metrics import MEMORY_LENGTHS
+from kvarn_cli.evaluation.pseudo_decode import pseudo_decode, record_exact
 from kvarn_cli.evaluation.rehearsal import rehearse
+from kvarn_cli.evaluation.retrieval import LookupTask, lookup_task
 from kvarn_cli.metadata import Rotation
 from kvarn_cli.model.loading import check_token_ids, load_config, load_model, load_tokenizer
 from kvarn_cli.progress import Report, silent
 from kvarn_cli.quantization.hadamard import rotation_matrix
-from kvarn_cli.quantization.methods import KIVI, Exact, KVarN, Method, QuaRot, parse_method
+from kvarn_cli.quantization.methods import (
+    FP8,
+    KIVI,
+    Q40,
+    Exact,
+    KVarN,
+    Method,
+    QuaRot,
+    parse_method,
+)
 from kvarn_cli.runtime.coverage import attention_head_dim, covered_layers
 from kvarn_cli.runtime.description import described_cache
 from kvarn_cli.settings import DEFAULT_PRESET, KVarNSettings
 
-SCHEMA = "kvarn.errors/1"
+_FIT_WINDOWS = 1
 
 
 @dataclass(frozen=True)
-class ErrorReport:
-    """Errors of several methods on one model and one text.
+class Extras:
+    """Measurements beyond the usual ones.
 
     Attributes:
-        model: Hub id or folder name.
-        revision: commit on the Hub, when it is known.
-        fused: whether V's rotation is fused into the model's weights.
-        dataset: name of the text.
-        num_samples: windows.
-        sequence_length: tokens of a window.
-        seed: that chose the windows.
-        compute_dtype: of the model's arithmetic.
-        results: one entry per method.
+        oracle_shares: shares of worst tokens to restore exactly, each below 1.
+        greedy_tokens: tokens to continue each window by; 0 leaves it out.
+        retrieval_lines: lines of the look-up task; 0 leaves it out.
+        memory_lengths: context lengths to state the cache's bytes at.
     """
 
-    model: str
-    revision: str | None
-    fused: bool
-    dataset: str
-    num_samples: int
-    sequence_length: int
-    seed: int
-    compute_dtype: str
-    results: tuple[MethodErrors, ...]
-
-    def document(self) -> dict[str, object]:
-        """The report as JSON-ready data."""
-        return {"schema": SCHEMA} | asdict(self)
+    oracle_shares: tuple[float, ...] = ()
+    greedy_tokens: int = 0
+    retrieval_lines: int = 0
+    memory_lengths: tuple[int, ...] = MEMORY_LENGTHS
 
 
 def inspect_model(
@@ -65,6 +72,8 @@ def inspect_model(
     *,
     device: torch.device,
     dtype: torch.dtype | None,
+    no_window: bool = False,
+    extras: Extras = Extras(),
     revision: str | None = None,
     token: str | None = None,
     cache_dir: Path | None = None,
@@ -73,12 +82,16 @@ def inspect_model(
 ) -> ErrorReport:
     """Measure methods on a model, original or converted.
 
+    An interrupt ends the measurement early; the report of what is finished is marked partial.
+
     Args:
         model_name: local folder or Hub id.
         specs: methods, see `parse_method`; empty for a default set around the model's own preset.
         text: windows to measure on.
         device: where the model runs.
         dtype: of the model's arithmetic; None is the stored one.
+        no_window: leave no token exact, neither sink nor tail, with any method.
+        extras: measurements beyond the usual ones.
         revision: branch, tag or commit on the Hub.
         token: Hub token.
         cache_dir: where downloads are kept.
@@ -90,6 +103,7 @@ def inspect_model(
         UnsupportedModelError: the model's cache cannot be measured.
         CheckpointError: a file is broken, or describes another model.
         HubError: the download failed.
+        KeyboardInterrupt: nothing was finished yet.
     """
     methods = [parse_method(spec) for spec in specs]
     source = resolve_source(
@@ -100,39 +114,156 @@ def inspect_model(
     _refuse_nothing_to_measure(config)
     fused = block is not None and block.fused
     if not methods:
-        settings = block.cache.settings if block else KVarNSettings.from_name(DEFAULT_PRESET)
-        methods = [method.from_settings(settings) for method in (KVarN, QuaRot, KIVI)]
+        methods = default_methods(
+            block.cache.settings if block else KVarNSettings.from_name(DEFAULT_PRESET)
+        )
+    if no_window:
+        methods = [_without_window(method) for method in methods]
     for method in methods:
+        _check_value_rotation(method, fused=fused)
         if not isinstance(method, Exact):
             text.check_length(method.settings)
-    windows = text.windows(load_tokenizer(source.folder, trust_remote_code=trust_remote_code))
+    tokenizer = load_tokenizer(source.folder, trust_remote_code=trust_remote_code)
+    windows = text.windows(tokenizer, further=_FIT_WINDOWS * any(m.needs_fit for m in methods))
     rehearse(config, trust_remote_code=trust_remote_code)
+    lookup = None
+    if extras.retrieval_lines:
+        lookup = lookup_task(config, tokenizer, extras.retrieval_lines, text.seed)
     fetch_weights(source, token=token, cache_dir=cache_dir)
     with loadable_folder(open_checkpoint(source.folder)) as folder:
         model = load_model(folder, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
     check_token_ids(model, windows)
-    results = measure_methods(
+    rotation = _matrix(block.rotations.value) if block and fused else None
+    covered = block.layers.covered if block else None
+    own_methods = fit_methods(
+        model,
+        windows[text.num_samples :],
+        [_on_this_model(method, fused=fused) for method in methods],
+        fused_rotation=rotation,
+        covered=covered,
+    )
+    windows = windows[: text.num_samples]
+    measurement = measure_methods(
         model,
         windows,
-        [_on_this_model(method, fused=fused) for method in methods],
-        fused_rotation=_matrix(block.rotations.value) if block and fused else None,
-        covered=block.layers.covered if block else None,
+        own_methods,
+        fused_rotation=rotation,
+        covered=covered,
+        oracle_shares=extras.oracle_shares,
+        memory_lengths=extras.memory_lengths,
         report=report,
     )
+    results = [
+        result.model_copy(update={"method": method.label})
+        for method, result in zip(methods, measurement.results, strict=False)
+    ]
+    retrieval_exact, interrupted = None, measurement.interrupted
+    if not interrupted:
+        try:
+            if extras.greedy_tokens:
+                _add_greedy(results, model, windows, own_methods, extras.greedy_tokens, report)
+            if lookup is not None:
+                retrieval_exact = _add_retrieval(
+                    results, model, lookup, own_methods, rotation, covered, report
+                )
+        except KeyboardInterrupt:
+            interrupted = True
+    config = model.config.get_text_config(decoder=True)
     return ErrorReport(
+        kvarn_version=__version__,
         model=source.name,
         revision=source.revision,
         fused=fused,
-        dataset=text.name,
-        num_samples=text.num_samples,
-        sequence_length=text.sequence_length,
-        seed=text.seed,
         compute_dtype=str(model.dtype).removeprefix("torch."),
-        results=tuple(
-            replace(result, method=method.label)
-            for method, result in zip(methods, results, strict=True)
+        num_layers=config.num_hidden_layers,
+        covered_layers=tuple(covered or covered_layers(config)),
+        num_heads=config.num_attention_heads,
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+        head_dim=attention_head_dim(config),
+        windows=Windows(
+            dataset=text.name,
+            num_samples=text.num_samples,
+            sequence_length=text.sequence_length,
+            seed=text.seed,
         ),
+        partial=interrupted,
+        retrieval_exact=retrieval_exact,
+        plain_seconds=measurement.plain_seconds,
+        results=tuple(results),
     )
+
+
+def default_methods(settings: KVarNSettings) -> list[Method]:
+    """The methods to compare when none is named, on the tokens that the settings quantize.
+
+    KVarN with the settings and at two bits, its rivals at two bits, and what engines offer at four
+    and eight.
+    """
+    two_bits = settings.with_(key_bits=2, value_bits=2)
+    methods = [
+        KVarN.from_settings(settings),
+        KVarN.from_settings(two_bits),
+        QuaRot.from_settings(two_bits),
+        KIVI.from_settings(two_bits),
+        Q40.from_settings(settings),
+        FP8.from_settings(settings),
+    ]
+    return list(dict.fromkeys(methods))
+
+
+def _add_greedy(
+    results: list[MethodResult],
+    model: PreTrainedModel,
+    windows: Tensor,
+    methods: Sequence[Method],
+    num_tokens: int,
+    report: Report,
+) -> None:
+    """Continue each window with every `kvarn` method whose window is a cache's."""
+    stage = "continuing"
+    chosen = {
+        index: method
+        for index, method in enumerate(methods)
+        if isinstance(method, KVarN) and method.tail == "exact"
+    }
+    total = len(windows) * (1 + len(chosen))
+    report(stage, 0, total)
+    same: dict[int, list[int]] = {index: [] for index in chosen}
+    for number, prompt in enumerate(windows.to(model.device).split(1)):
+        done = number * (1 + len(chosen)) + 1
+        expected = exact_continuation(model, prompt, num_tokens)
+        report(stage, done, total)
+        for offset, (index, method) in enumerate(chosen.items(), start=1):
+            same[index].append(same_tokens(model, prompt, expected, method))
+            report(stage, done + offset, total)
+    for index, counts in same.items():
+        greedy = Greedy(num_tokens=num_tokens, same_tokens=tuple(counts))
+        results[index] = results[index].model_copy(update={"greedy": greedy})
+
+
+def _add_retrieval(
+    results: list[MethodResult],
+    model: PreTrainedModel,
+    lookup: LookupTask,
+    methods: Sequence[Method],
+    rotation: Tensor | None,
+    covered: Collection[int] | None,
+    report: Report,
+) -> Retrieval:
+    """Ask every method; returns what full precision answers."""
+    stage = "looking up"
+    report(stage, 0, 1 + len(methods))
+    exact = record_exact(model, lookup.tokens.to(model.device), fused_rotation=rotation)
+    report(stage, 1, 1 + len(methods))
+    in_full_precision = None
+    for index, method in enumerate(methods):
+        errors = pseudo_decode(model, exact, method, fused_rotation=rotation, covered=covered)
+        answered = lookup.score(errors.logits.hit_method)
+        results[index] = results[index].model_copy(update={"retrieval": answered})
+        in_full_precision = lookup.score(errors.logits.hit_exact)
+        report(stage, 2 + index, 1 + len(methods))
+    assert in_full_precision is not None
+    return in_full_precision
 
 
 def _refuse_nothing_to_measure(config: PreTrainedConfig) -> None:
@@ -145,6 +276,20 @@ def _refuse_nothing_to_measure(config: PreTrainedConfig) -> None:
 
 def _matrix(rotation: Rotation) -> Tensor:
     return rotation_matrix(rotation.head_dim, rotation.signs)
+
+
+def _without_window(method: Method) -> Method:
+    if isinstance(method, Exact):
+        return method
+    return replace(method, sink_tokens=0, residual_tokens=0, tail="packed")
+
+
+def _check_value_rotation(method: Method, *, fused: bool) -> None:
+    if isinstance(method, KVarN) and method.value_rotation == "fused" and not fused:
+        raise UsageError(
+            f"{method.label} takes V as rotated already, and this model's is not",
+            hint="convert the model, or leave value_rotation out",
+        )
 
 
 def _on_this_model(method: Method, *, fused: bool) -> Method:

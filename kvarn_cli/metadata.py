@@ -93,7 +93,7 @@ class CacheFormat(_Block):
         return self
 
 
-_SETTINGS_FIELDS = tuple(KVarNSettings.__dataclass_fields__)
+_SETTINGS_FIELDS = tuple(KVarNSettings.__dataclass_fields__.keys() & CacheFormat.model_fields)
 
 
 class LeftOutLayer(_Block):

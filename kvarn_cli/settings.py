@@ -37,6 +37,7 @@ class KVarNSettings:
         std_min: lower clip of a standard deviation before its logarithm.
         std_max: upper clip of a standard deviation before its logarithm.
         sink_tokens: first tokens of a sequence that stay exact.
+        residual_tokens: newest tokens that stay exact besides those of the incomplete tile.
         layout: name of the record layout.
         encoder: how codes and scales are chosen; every decoder takes the records of either.
 
@@ -55,6 +56,7 @@ class KVarNSettings:
     std_min: float = 1e-3
     std_max: float = 1e3
     sink_tokens: int = 128
+    residual_tokens: int = 0
     layout: Literal["vllm-fp16"] = "vllm-fp16"
     encoder: Encoder = "reference"
 
@@ -68,8 +70,9 @@ class KVarNSettings:
             raise SettingsError(
                 f"iterations is {self.iterations}; it must lie between 0 and {MAX_ITERATIONS}"
             )
-        if self.sink_tokens < 0:
-            raise SettingsError(f"sink_tokens is {self.sink_tokens}; it must be 0 or more")
+        for name in ("sink_tokens", "residual_tokens"):
+            if getattr(self, name) < 0:
+                raise SettingsError(f"{name} is {getattr(self, name)}; it must be 0 or more")
         if not self.log_scale_min < self.log_scale_max:
             raise SettingsError("log_scale_min must be below log_scale_max")
         if not 0 < self.std_min < self.std_max:
@@ -120,9 +123,12 @@ class KVarNSettings:
         return self.record_bytes(head_dim) * 8 / (2 * head_dim * self.group_size)
 
     def packed_tokens(self, sequence_length: int) -> int:
-        """How many of the first `sequence_length` tokens lie in full tiles behind the sink."""
-        behind_sink = max(sequence_length - self.sink_tokens, 0)
-        return behind_sink // self.group_size * self.group_size
+        """How many of the first `sequence_length` tokens lie in packed tiles.
+
+        Tiles start behind the sink; one is packed once it is full and older than the residual.
+        """
+        between = max(sequence_length - self.sink_tokens - self.residual_tokens, 0)
+        return between // self.group_size * self.group_size
 
     def cache_bytes(self, sequence_length: int, head_dim: int, exact_element_bytes: int = 2) -> int:
         """Bytes of one KV head's cache: packed tiles, and sink and tail in their own dtype."""

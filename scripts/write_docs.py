@@ -1,6 +1,7 @@
-"""Write the generated pages of docs/: the command line's options and the metadata's JSON Schema.
+"""Write the generated pages of docs/: the command line's options and the JSON Schemas.
 
-With --check, write nothing and exit with 1 if a page is not current.
+python scripts/write_docs.py            write them
+python scripts/write_docs.py --check    exit with 1 if one is not current
 """
 
 import argparse
@@ -10,6 +11,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from pydantic import BaseModel
+
+from kvarn_cli.evaluation.error_report import ErrorReport
 from kvarn_cli.metadata import KVarNConfig
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -27,17 +31,21 @@ def command_line() -> str:
     return html.unescape(page.stdout).strip() + "\n"
 
 
-def schema() -> str:
-    """JSON Schema of the `kvarn_config` block."""
-    return json.dumps(KVarNConfig.model_json_schema(), indent=2, ensure_ascii=False) + "\n"
+def schema(model: type[BaseModel]) -> str:
+    """JSON Schema of a document."""
+    return json.dumps(model.model_json_schema(), indent=2, ensure_ascii=False) + "\n"
 
 
 def main() -> int:
-    """Write or check both pages."""
+    """Write or check the pages."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true")
     check = parser.parse_args().check
-    pages = {"cli.md": command_line(), "kvarn_config.schema.json": schema()}
+    pages = {
+        "cli.md": command_line(),
+        "kvarn_config.schema.json": schema(KVarNConfig),
+        "kvarn_errors.schema.json": schema(ErrorReport),
+    }
     stale = [name for name, text in pages.items() if _read(DOCS / name) != text]
     for name in stale:
         if check:

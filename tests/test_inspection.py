@@ -14,12 +14,13 @@ from transformers import Gemma2Config
 from kvarn_cli.errors import CheckpointError, SettingsError, UnsupportedModelError, UsageError
 from kvarn_cli.evaluation.calibration import CalibrationText
 from kvarn_cli.evaluation.measurement import measure_methods
-from kvarn_cli.inspection import inspect_model
+from kvarn_cli.inspection import Extras, default_methods, inspect_model
 from kvarn_cli.model.fusion import tensor_rotations
 from kvarn_cli.model.layout import find_layout
 from kvarn_cli.model.loading import load_model, load_tokenizer
 from kvarn_cli.quantization.hadamard import fused_rotation, hadamard_matrix
 from kvarn_cli.quantization.methods import parse_method
+from kvarn_cli.settings import KVarNSettings
 
 CPU = torch.device("cpu")
 
@@ -46,13 +47,13 @@ def text(folder):
     return CalibrationText(path, "text", num_samples=2, sequence_length=200, seed=1)
 
 
-def inspect(model, text, *specs):
-    return inspect_model(str(model), specs, text, device=CPU, dtype=torch.float32)
+def inspect(model, text, *specs, **options):
+    return inspect_model(str(model), specs, text, device=CPU, dtype=torch.float32, **options)
 
 
 def numbers(errors):
     """Everything but the time it took."""
-    return dataclasses.replace(errors, elapsed_seconds=0, method="")
+    return errors.model_copy(update={"elapsed_seconds": 0, "method": ""})
 
 
 def test_the_numbers_are_those_of_the_measurement(converted, text):
@@ -65,7 +66,7 @@ def test_the_numbers_are_those_of_the_measurement(converted, text):
         fused_rotation=fused_rotation(32),
     )
     assert [result.method for result in report.results] == specs
-    assert list(map(numbers, report.results)) == list(map(numbers, measured))
+    assert list(map(numbers, report.results)) == list(map(numbers, measured.results))
     assert report.fused
 
 
@@ -74,22 +75,79 @@ def test_the_document_is_json_and_says_what_was_measured(llama, text):
     document = json.loads(json.dumps(document, allow_nan=False))
     assert document["schema"] == "kvarn.errors/1"
     assert (document["model"], document["revision"], document["fused"]) == ("llama", None, False)
-    assert (document["dataset"], document["seed"]) == ("text.txt", 1)
-    assert (document["num_samples"], document["sequence_length"]) == (2, 200)
-    assert document["compute_dtype"] == "float32"
+    assert document["windows"] == {
+        "dataset": "text.txt",
+        "num_samples": 2,
+        "sequence_length": 200,
+        "seed": 1,
+    }
+    assert (document["compute_dtype"], document["partial"]) == ("float32", False)
+    assert (document["num_layers"], document["covered_layers"]) == (2, [0, 1])
+    assert [document[key] for key in ("num_heads", "num_kv_heads", "head_dim")] == [4, 2, 32]
     (exact,) = document["results"]
     assert exact["num_windows"] == 2
-    assert exact["attention_mae"] == 0
-    assert exact["top1_agreement"] == 1
-    assert exact["loss_method"] == exact["loss_exact"]
+    assert exact["attention"]["accumulated"]["mae"] == 0
+    assert exact["logits"]["top1"] == 1
+    assert exact["logits"]["loss"] == exact["logits"]["loss_exact"]
 
 
-def test_without_a_method_three_are_measured_at_the_models_own_preset(llama, converted, text):
+def test_without_a_method_rivals_are_measured_with_the_groups_of_the_models_preset(
+    llama, converted, text
+):
     labels = [result.method for result in inspect(converted, text).results]
-    assert labels == ["kvarn:k2v2_g32", "quarot:k2v2_g32", "kivi:k2v2_g32"]
-    long = dataclasses.replace(text, sequence_length=400)
-    labels = [result.method for result in inspect(llama, long).results]
-    assert labels == ["kvarn:k4v2_g128", "quarot:k4v2_g128", "kivi:k4v2_g128"]
+    two_bits = [f"{name}:k2v2_g32" for name in ("kvarn", "quarot", "kivi")]
+    assert labels == [*two_bits, "q4_0,group_size=32", "fp8,group_size=32"]
+    labels = [method.label for method in default_methods(KVarNSettings())]
+    two_bits = [f"{name}:k2v2_g128" for name in ("kvarn", "quarot", "kivi")]
+    assert labels == ["kvarn:k4v2_g128", *two_bits, "q4_0", "fp8"]
+
+
+def test_without_a_window_no_token_is_exact(llama, text):
+    report = inspect(llama, text, "exact", "kvarn:k2v2_g32", no_window=True)
+    exact, kvarn = report.results
+    assert exact.method == "exact"
+    assert kvarn.method == "kvarn:k2v2_g32,sink_tokens=0,tail=packed"
+    with_window = inspect(llama, text, "kvarn:k2v2_g32").results[0]
+    assert kvarn.bits_per_element < with_window.bits_per_element
+    assert kvarn.logits.kl.mean > with_window.logits.kl.mean
+
+
+def test_a_method_is_fitted_on_text_that_is_not_measured(llama, text):
+    report = inspect(llama, text, "kvquant:k4v4_g32", "kvarn:k4v4_g32")
+    alone = inspect(llama, text, "kvarn:k4v4_g32")
+    assert report.results[0].num_windows == 2
+    assert numbers(report.results[1]) == numbers(alone.results[0])
+
+
+def test_extras_add_their_results(llama, text):
+    extras = Extras(oracle_shares=(0.05,), greedy_tokens=3, retrieval_lines=2)
+    report = inspect(llama, text, "kvarn:k2v2_g32", "kivi:k2v2_g32", extras=extras)
+    kvarn, kivi = report.results
+    assert [entry.restored for entry in kvarn.oracle] == ["worst", "others"]
+    assert len(kvarn.greedy.same_tokens) == 2
+    assert kivi.greedy is None
+    assert kivi.retrieval.num_questions == report.retrieval_exact.num_questions == 2
+
+
+@pytest.mark.parametrize("stage", ["measuring", "continuing", "looking up"])
+def test_an_interrupt_gives_what_is_finished(llama, text, stage):
+    def interrupt(name, done, total):
+        if name == stage and done == 2:
+            raise KeyboardInterrupt
+
+    extras = Extras(greedy_tokens=2, retrieval_lines=2)
+    report = inspect(
+        llama, text, "kvarn:k2v2_g32", "kvarn:k4v4_g32", extras=extras, report=interrupt
+    )
+    assert report.partial
+    assert len(report.results) == (1 if stage == "measuring" else 2)
+    assert (report.results[0].greedy is not None) == (stage == "looking up")
+    assert report.retrieval_exact is None
+
+
+def test_v_said_to_be_rotated_in_a_model_where_it_is_not_is_caught(llama, text):
+    with pytest.raises(UsageError, match="takes V as rotated already, and this model's is not"):
+        inspect(llama, text, "kvarn:k2v2_g32,value_rotation=fused")
 
 
 def test_other_methods_cost_the_same_on_the_original_and_on_the_converted_model(
@@ -98,15 +156,15 @@ def test_other_methods_cost_the_same_on_the_original_and_on_the_converted_model(
     """They are given V in the original's basis, so only float noise differs."""
     (original,) = inspect(llama, text, "kivi:k2v2_g32").results
     (fused,) = inspect(converted, text, "kivi:k2v2_g32").results
-    assert fused.kl_mean == pytest.approx(original.kl_mean, rel=0.05)
-    assert fused.loss_exact == pytest.approx(original.loss_exact, rel=1e-4)
+    assert fused.logits.kl.mean == pytest.approx(original.logits.kl.mean, rel=0.05)
+    assert fused.logits.loss_exact == pytest.approx(original.logits.loss_exact, rel=1e-4)
 
 
 def test_the_rotation_can_be_chosen(converted, text):
     again = inspect(converted, text, "kvarn:k2v2_g32,value_rotation=online").results[0]
     honoured = inspect(converted, text, "kvarn:k2v2_g32").results[0]
     assert again.method == "kvarn:k2v2_g32,value_rotation=online"
-    assert again.kl_mean != honoured.kl_mean
+    assert again.logits.kl.mean != honoured.logits.kl.mean
 
 
 @pytest.mark.parametrize(
@@ -126,7 +184,7 @@ def test_windows_that_pack_nothing_are_refused_unless_the_method_is_exact(llama,
     short = dataclasses.replace(text, sequence_length=150)
     with pytest.raises(UsageError, match="measure too little"):
         inspect(llama, short, "exact", "kvarn:k2v2_g32")
-    assert math.isclose(inspect(llama, short, "exact").results[0].kl_mean, 0, abs_tol=1e-6)
+    assert math.isclose(inspect(llama, short, "exact").results[0].logits.kl.mean, 0, abs_tol=1e-6)
 
 
 def test_a_model_without_a_cache_to_quantize_is_refused(tmp_path, text):
@@ -167,6 +225,8 @@ def test_the_default_methods_take_the_settings_of_the_conversion(converted, tmp_
         "kvarn:k2v2_g32,sink_tokens=64,iterations=2,std_min=0.5",
         "quarot:k2v2_g32,sink_tokens=64",
         "kivi:k2v2_g32,sink_tokens=64",
+        "q4_0,group_size=32,sink_tokens=64",
+        "fp8,group_size=32,sink_tokens=64",
     ]
 
 
@@ -183,7 +243,7 @@ def test_the_rotation_is_the_one_that_is_described(llama, tmp_path, text):
     plain = edit_block(folder, tmp_path / "described", rotations__value__signs=None)
     spec = "kivi:k2v2_g32"
     original, honoured, mistaken = (
-        inspect(it, text, spec).results[0].values.direction for it in (llama, plain, folder)
+        inspect(it, text, spec).results[0].tokens.values.direction for it in (llama, plain, folder)
     )
     assert honoured == pytest.approx(original, rel=1e-3)
     assert mistaken != pytest.approx(original, rel=1e-2)
@@ -192,8 +252,10 @@ def test_the_rotation_is_the_one_that_is_described(llama, tmp_path, text):
 def test_only_the_described_layers_are_quantized(converted, tmp_path, text):
     folder = edit_block(converted, tmp_path / "second", layers__covered=[1])
     (errors,) = inspect(folder, text, "kivi:k2v2_g32").results
-    assert errors.attention_mae_by_layer[0] == 0
-    assert errors.attention_mae_by_layer[1] > 0
+    first, second = errors.attention.accumulated.by_layer
+    assert first == 0
+    assert second > 0
+    assert len(errors.tokens.key_drift.by_layer) == 1
 
 
 def test_the_description_of_another_model_is_refused(converted, tmp_path, text):

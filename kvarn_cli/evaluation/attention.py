@@ -34,6 +34,8 @@ class AttentionCall:
         value: the same shape as key.
         mask: what may be attended to, bool [batch, 1, tokens, tokens]; None means plain causal.
         options: further keyword arguments, such as scaling.
+        position_embeddings: cos and sin of RoPE as the module got them, each
+            [batch, tokens, rotary_dim]; None where it got none.
     """
 
     module: nn.Module
@@ -42,13 +44,14 @@ class AttentionCall:
     value: Tensor
     mask: Tensor | None
     options: dict[str, Any]
+    position_embeddings: tuple[Tensor, Tensor] | None = None
 
     @property
     def layer(self) -> int | None:
         """Index of the decoder layer, None outside the decoder."""
         return getattr(self.module, "layer_idx", None)
 
-    def attend(self, start: int, end: int, key: Tensor, value: Tensor) -> Tensor:
+    def attend(self, start: int, end: int, key: Tensor, value: Tensor, *, every: int = 1) -> Tensor:
         """Attention of the queries of one step, by the call a step with a cache would make.
 
         Args:
@@ -56,15 +59,27 @@ class AttentionCall:
             end: behind the last query.
             key: [batch, kv_heads, end, head_dim].
             value: the same shape.
+            every: 1, or more to leave queries out: those whose position it does not divide.
 
         Returns:
-            [batch, end - start, heads, head_dim].
+            [batch, end - start, heads, head_dim]; fewer queries with `every`.
         """
-        query = self.query[:, :, start:end]
+        rows = slice(-start % every, None, every)
+        query = self.query[:, :, start:end][:, :, rows]
         if self.mask is None:
-            mask = sdpa_mask(len(query), end - start, end, q_offset=start, device=query.device)
+            mask = sdpa_mask(
+                len(query),
+                end - start,
+                end,
+                q_offset=start,
+                allow_is_causal_skip=every == 1,
+                device=query.device,
+            )
         else:
             mask = self.mask[:, :, start:end, :end]
+        if every > 1:
+            assert mask is not None, "causality is only implied where no row is left out"
+            mask = mask[:, :, rows]
         output: Tensor = sdpa_attention_forward(
             self.module, query, key, value, mask, **self.options
         )[0]
@@ -75,6 +90,7 @@ Tap = Callable[[AttentionCall], Tensor]
 """Answers an attention call with its output, [batch, tokens, heads, head_dim]."""
 
 _TAP: ContextVar[Tap] = ContextVar("kvarn_attention_tap")
+_POSITIONS: ContextVar[dict[nn.Module, Any]] = ContextVar("kvarn_position_embeddings")
 
 
 @contextmanager
@@ -86,6 +102,17 @@ def attention_tap(model: PreTrainedModel, tap: Tap) -> Iterator[None]:
     """
     before = _attention_implementations(model)
     reset = _TAP.set(tap)
+    positions: dict[nn.Module, Any] = {}
+    reset_positions = _POSITIONS.set(positions)
+
+    def remember(module: nn.Module, _: tuple[Any, ...], arguments: dict[str, Any]) -> None:
+        positions[module] = arguments.get("position_embeddings")
+
+    hooks = [
+        module.register_forward_pre_hook(remember, with_kwargs=True)
+        for module in model.modules()
+        if hasattr(module, "layer_idx")
+    ]
     try:
         model.set_attn_implementation(ATTENTION_NAME)
         if model.config.get_text_config(decoder=True)._attn_implementation != ATTENTION_NAME:
@@ -96,6 +123,9 @@ def attention_tap(model: PreTrainedModel, tap: Tap) -> Iterator[None]:
         yield
     finally:
         model.set_attn_implementation(before)
+        for hook in hooks:
+            hook.remove()
+        _POSITIONS.reset(reset_positions)
         _TAP.reset(reset)
 
 
@@ -122,7 +152,8 @@ def _answer(
         raise _unsupported(module, "attends to tokens other than its own")
     if not (options.get("is_causal") or getattr(module, "is_causal", True)):
         raise _unsupported(module, "attends to later tokens")
-    call = AttentionCall(module, query, key, value, attention_mask, options)
+    positions = _POSITIONS.get().get(module)
+    call = AttentionCall(module, query, key, value, attention_mask, options, positions)
     return _TAP.get()(call), None
 
 

@@ -52,17 +52,20 @@ class CalibrationText:
         Raises:
             UsageError: naming the shortest length that measures something.
         """
-        shortest = settings.sink_tokens + 2 * settings.group_size
+        exact_tokens = settings.sink_tokens + settings.residual_tokens
+        shortest = exact_tokens + 2 * settings.group_size
         if self.sequence_length < shortest:
             raise UsageError(
-                f"windows of {self.sequence_length} tokens measure too little: the first "
-                f"{settings.sink_tokens} stay exact, and a tile of {settings.group_size} is only "
+                f"windows of {self.sequence_length} tokens measure too little: "
+                f"{exact_tokens} stay exact, and a tile of {settings.group_size} is only "
                 "packed, and seen by later tokens, once it is full",
                 hint=f"use --sequence-length {shortest} or more",
             )
 
-    def windows(self, tokenizer: PreTrainedTokenizerBase) -> Tensor:
-        """Read the text and cut it: int64 [num_samples, sequence_length].
+    def windows(self, tokenizer: PreTrainedTokenizerBase, *, further: int = 0) -> Tensor:
+        """Read the text and cut it: int64 [num_samples + further, sequence_length].
+
+        The first `num_samples` windows do not depend on `further`.
 
         Raises:
             UsageError: the text cannot be read or is too short.
@@ -71,7 +74,7 @@ class CalibrationText:
         return token_windows(
             tokenizer,
             texts,
-            num_samples=self.num_samples,
+            num_samples=self.num_samples + further,
             sequence_length=self.sequence_length,
             seed=self.seed,
         )
@@ -138,7 +141,7 @@ def token_windows(
     """
     if sequence_length < 2:
         raise UsageError(f"sequence_length is {sequence_length}; a prediction needs 2 tokens")
-    start = _start_tokens(tokenizer)
+    start = start_tokens(tokenizer)
     content = sequence_length - len(start)
     draw = random.Random(seed)
     shuffled = draw.sample(texts, len(texts))
@@ -150,13 +153,14 @@ def token_windows(
             f"{sequence_length} need {num_samples * content}",
             hint="use more text, fewer windows (--num-samples) or shorter ones (--sequence-length)",
         )
-    chosen = draw.sample(pieces, num_samples)
+    chosen = draw.sample(pieces, len(pieces))[:num_samples]
     return torch.tensor(
         [start + tokens[piece * content : (piece + 1) * content] for piece in chosen]
     )
 
 
-def _start_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def start_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The BOS token, if the tokenizer puts one before a text."""
     with_special = tokenizer("a").input_ids
     adds_bos = with_special[:1] == [tokenizer.bos_token_id]
     return with_special[:1] if adds_bos else []

@@ -18,12 +18,16 @@ class LogitErrors:
         agreement: whether both rank the same token first.
         loss_exact: next-token loss of the exact run, nats.
         loss_method: of the quantized run.
+        hit_exact: whether the exact run ranks the true next token first.
+        hit_method: whether the quantized run does.
     """
 
     kl: Tensor
     agreement: Tensor
     loss_exact: Tensor
     loss_method: Tensor
+    hit_exact: Tensor
+    hit_method: Tensor
 
 
 @torch.inference_mode()
@@ -44,12 +48,15 @@ def compare_logits(exact: Tensor, method: Tensor, tokens: Tensor) -> LogitErrors
         rows = slice(start, min(start + _CHUNK_TOKENS, len(tokens) - 1))
         targets = tokens[rows.start + 1 : rows.stop + 1, None]
         log_p, log_q = (log_softmax(logits[rows].to(dtype), dim=-1) for logits in (exact, method))
+        first_p, first_q = log_p.argmax(-1), log_q.argmax(-1)
         chunks.append(
             (
                 (log_p.exp() * (log_p - log_q)).sum(-1),
-                log_p.argmax(-1) == log_q.argmax(-1),
+                first_p == first_q,
                 -log_p.gather(-1, targets)[:, 0],
                 -log_q.gather(-1, targets)[:, 0],
+                first_p == targets[:, 0],
+                first_q == targets[:, 0],
             )
         )
     return LogitErrors(*(torch.cat(parts) for parts in zip(*chunks, strict=True)))

@@ -1,105 +1,210 @@
-"""Errors of one method over all windows, as plain numbers that go to JSON."""
+"""Errors of one method over all windows: running sums, capped samples, and what they amount to."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from kvarn_cli.errors import CheckpointError
-from kvarn_cli.evaluation.logit_errors import LogitErrors
-from kvarn_cli.evaluation.pseudo_decode import WindowErrors
-from kvarn_cli.evaluation.vector_errors import VectorErrors
+from kvarn_cli.evaluation.error_report import (
+    Attention,
+    AttentionErrors,
+    CacheMemory,
+    ContextError,
+    KeyDrift,
+    KLDivergence,
+    Logits,
+    MethodResult,
+    Tokens,
+)
+from kvarn_cli.evaluation.intervals import mean_interval, median
+from kvarn_cli.evaluation.pseudo_decode import STATIC_EVERY, WindowErrors
+from kvarn_cli.evaluation.samples import Sample
+from kvarn_cli.evaluation.vector_sums import VectorSums
+from kvarn_cli.quantization.methods.base import EXACT_BITS
 
-WORST_SHARE = 0.05
-_EXACT_BITS = 16
+MEMORY_LENGTHS = (8_192, 32_768, 131_072)
+
+_KL_SAMPLES = 1 << 18
 
 
-@dataclass(frozen=True)
-class ContextError:
-    """Attention error of the tokens [start, end) of a window.
+class AttentionSums:
+    """Attention errors of windows of one length: means of each window by head and by block."""
 
-    Attributes:
-        start: first token, which is also the least context length of the block.
-        end: behind the last token.
-        attention_mae: mean over layers, windows, tokens, heads and channels.
+    def __init__(self) -> None:
+        self._layers: tuple[int, ...] = ()
+        self._num_tokens = self._block_tokens = 0
+        self._affected: list[Tensor] = []
+        self._blocks: list[Tensor] = []
+
+    def add(self, attention: dict[int, Tensor], window: WindowErrors, every: int) -> None:
+        """Fold one window in; layer → [heads, tokens], of every `every`-th token."""
+        self._layers, self._block_tokens = tuple(attention), window.method.group_size
+        self._num_tokens = window.num_tokens
+        heads, blocks = [], []
+        for errors in attention.values():
+            by_head = errors.cpu().double()
+            affected = by_head[:, math.ceil(window.first_affected / every) :]
+            heads.append(affected.mean(1) if affected.shape[1] else affected.sum(1))
+            parts = by_head.mean(0).split(self._block_tokens // every)
+            blocks.append(torch.stack([part.mean() for part in parts]))
+        self._affected.append(_stack(heads))
+        self._blocks.append(torch.stack(blocks))
+
+    def summary(self) -> AttentionErrors:
+        """Means over windows; intervals over windows."""
+        by_head = _mean(self._affected)
+        by_layer = by_head.nanmean(1)
+        by_window = torch.stack([blocks.mean(0) for blocks in self._blocks])
+        starts = range(0, self._num_tokens, self._block_tokens)
+        return AttentionErrors(
+            mae=by_layer.mean().item(),
+            layers=self._layers,
+            by_layer=tuple(by_layer.tolist()),
+            by_head=tuple(
+                tuple(x for x in heads if not math.isnan(x)) for heads in by_head.tolist()
+            ),
+            by_context=tuple(
+                ContextError(
+                    start=start,
+                    end=min(start + self._block_tokens, self._num_tokens),
+                    mae=means.mean().item(),
+                    interval=mean_interval(means.tolist()),
+                )
+                for start, means in zip(starts, by_window.T, strict=True)
+            ),
+            by_layer_context=tuple(map(tuple, _mean(self._blocks).tolist())),
+        )
+
+
+class MethodSums:
+    """Folds the windows of one method, which all have the same length.
+
+    Args:
+        first_position: predictions before it are left out of KL, agreement and loss.
+        memory_lengths: context lengths to state the cache's bytes at.
     """
 
-    start: int
-    end: int
-    attention_mae: float
+    def __init__(
+        self, first_position: int = 0, memory_lengths: Sequence[int] = MEMORY_LENGTHS
+    ) -> None:
+        self._first_position = first_position
+        self._memory_lengths = memory_lengths
+        self._last: WindowErrors | None = None
+        self._kl = Sample(_KL_SAMPLES)
+        self._logits: list[tuple[float, ...]] = []
+        self._drift: list[Tensor] = []
+        self._accumulated, self._static = AttentionSums(), AttentionSums()
+        self._keys, self._values = VectorSums(), VectorSums()
+        self._elapsed_seconds: list[float] = []
+        self._has_static = False
+
+    @property
+    def num_windows(self) -> int:
+        """Windows folded in."""
+        return len(self._logits)
+
+    def add(self, window: WindowErrors, static: dict[int, Tensor] | None = None) -> None:
+        """Fold one window in.
+
+        Args:
+            window: the accumulated regime.
+            static: layer → errors of the static regime, [heads, tokens], of every
+                `STATIC_EVERY`-th token; given always or never. With it, the accumulated attention
+                error is taken at the same tokens, so that the two can be compared.
+
+        Raises:
+            CheckpointError: logits were NaN.
+        """
+        logits = window.logits
+        if logits.kl.isnan().any():
+            raise CheckpointError(
+                f"the model's logits are no numbers at {int(logits.kl.isnan().sum())} of "
+                f"{len(logits.kl)} tokens",
+                hint="a weight holds NaN or infinity, or its arithmetic overflows: "
+                "try --dtype float32",
+            )
+        self._last = window
+        first = self._first_position
+        self._kl.add(logits.kl[first:].cpu().double())
+        parts = (logits.kl, logits.agreement, logits.loss_exact, logits.loss_method)
+        self._logits.append(tuple(part[first:].cpu().double().mean().item() for part in parts))
+        if static is None:
+            self._accumulated.add(window.attention, window, 1)
+        else:
+            same_tokens = {
+                layer: errors[:, ::STATIC_EVERY] for layer, errors in window.attention.items()
+            }
+            self._accumulated.add(same_tokens, window, STATIC_EVERY)
+            self._static.add(static, window, STATIC_EVERY)
+            self._has_static = True
+        self._keys.add(window.keys)
+        self._values.add(window.values)
+        by_token = torch.stack(list(window.key_drift.values())).cpu().double()
+        drift = by_token[:, window.first_affected :]
+        self._drift.append(drift.mean(1) if drift.shape[1] else drift.sum(1))
+        self._elapsed_seconds.append(window.elapsed_seconds)
+
+    def summary(self) -> MethodResult:
+        """What the windows so far amount to; at least one."""
+        last = self._last
+        assert last is not None
+        method, num_tokens = last.method, last.num_tokens
+        shape = (last.head_dim, last.num_kv_heads)
+        return MethodResult(
+            method=method.label,
+            bits_per_element=method.average_bits(num_tokens, *shape),
+            packed_bits_per_element=method.bits_per_element(*shape),
+            sink_tokens=method.sink_tokens,
+            residual_tokens=method.residual_tokens,
+            group_size=method.group_size,
+            tail=method.tail,
+            num_windows=self.num_windows,
+            logits=self._logit_summary(),
+            attention=self._attention_summary(),
+            tokens=self._token_summary(),
+            memory=tuple(_memory(last, length) for length in self._memory_lengths),
+            elapsed_seconds=median(self._elapsed_seconds),
+        )
+
+    def _logit_summary(self) -> Logits:
+        kl, top1, loss_exact, loss = (
+            sum(values) / len(values) for values in zip(*self._logits, strict=True)
+        )
+        sample = self._kl.values()
+        return Logits(
+            first_position=self._first_position,
+            kl=KLDivergence(
+                mean=kl,
+                interval=mean_interval([window[0] for window in self._logits]),
+                median=sample.median().item(),
+                p999=_quantile(sample, 0.999),
+            ),
+            top1=top1,
+            loss=loss,
+            loss_exact=loss_exact,
+            perplexity=math.exp(loss),
+            perplexity_exact=math.exp(loss_exact),
+        )
+
+    def _attention_summary(self) -> Attention:
+        accumulated = self._accumulated.summary()
+        static = self._static.summary() if self._has_static else None
+        gap = accumulated.mae / static.mae - 1 if static and static.mae else None
+        return Attention(accumulated=accumulated, static=static, gap=gap)
+
+    def _token_summary(self) -> Tokens | None:
+        keys, values = self._keys.summary(), self._values.summary()
+        if keys is None or values is None:
+            return None
+        by_layer = _mean(self._drift)
+        drift = KeyDrift(mean=by_layer.mean().item(), by_layer=tuple(by_layer.tolist()))
+        return Tokens(keys=keys, values=values, key_drift=drift)
 
 
-@dataclass(frozen=True)
-class VectorSummary:
-    """Errors of the K or the V vectors of packed tokens.
-
-    The worst tokens are the `WORST_SHARE` with the largest ‖x − x̂‖² within one window, layer and
-    KV head (heads differ too much in scale to be ranked together); shares are means over those.
-
-    Attributes:
-        magnitude: mean of (‖x‖ − ‖x̂‖)² / ‖x‖².
-        direction: mean of 2‖x‖‖x̂‖(1 − cos θ) / ‖x‖².
-        worst_magnitude_share: mean of magnitude / total error among the worst tokens.
-        worst_total_share: the worst tokens' share of the total error.
-    """
-
-    magnitude: float
-    direction: float
-    worst_magnitude_share: float
-    worst_total_share: float
-
-
-@dataclass(frozen=True)
-class MethodErrors:
-    """What one method does to one model.
-
-    KL, agreement and loss are means over the predictions of all windows from `first_position` on.
-    Attention errors of layers are means over the tokens that see a packed tile; they are 0 where
-    no token does.
-
-    Attributes:
-        method: the method's label.
-        num_windows: windows measured.
-        first_position: the first prediction that counts for KL, agreement and loss.
-        sequence_length: tokens of each.
-        bits_per_element: of a covered layer's cache at this length; sink and tail count 16 bits.
-        kl_mean: KL(exact ‖ method) of the next-token distributions, nats.
-        kl_median: its median over predictions.
-        kl_p999: its 99.9th percentile.
-        top1_agreement: share of predictions with the same first choice.
-        loss_exact: next-token loss in full precision, nats.
-        loss_method: next-token loss of the method.
-        attention_mae: mean absolute error of the attention output before W_O, over layers.
-        attention_mae_by_layer: the same for each layer.
-        attention_mae_by_context: the same by position, over layers, in blocks of one group.
-        keys: errors of K; None where nothing was packed.
-        values: errors of V; None where nothing was packed.
-        elapsed_seconds: time of the quantized passes.
-    """
-
-    method: str
-    num_windows: int
-    first_position: int
-    sequence_length: int
-    bits_per_element: float
-    kl_mean: float
-    kl_median: float
-    kl_p999: float
-    top1_agreement: float
-    loss_exact: float
-    loss_method: float
-    attention_mae: float
-    attention_mae_by_layer: dict[int, float]
-    attention_mae_by_context: tuple[ContextError, ...]
-    keys: VectorSummary | None
-    values: VectorSummary | None
-    elapsed_seconds: float
-
-
-def summarize(windows: Sequence[WindowErrors], *, first_position: int = 0) -> MethodErrors:
-    """Average the windows of one method; all have the same length.
+def summarize(windows: Sequence[WindowErrors], *, first_position: int = 0) -> MethodResult:
+    """Average the windows of one method in the accumulated regime.
 
     Args:
         windows: at least one.
@@ -108,85 +213,35 @@ def summarize(windows: Sequence[WindowErrors], *, first_position: int = 0) -> Me
     Raises:
         CheckpointError: logits were NaN.
     """
-    first = windows[0]
-    kl = _joined(windows, first_position, lambda logits: logits.kl)
-    if kl.isnan().any():
-        raise CheckpointError(
-            f"the model's logits are no numbers at {int(kl.isnan().sum())} of {len(kl)} tokens",
-            hint="a weight holds NaN or infinity, or its arithmetic overflows: try --dtype float32",
-        )
-    attention = torch.stack([torch.stack(list(window.attention.values())) for window in windows])
-    by_token = attention.double().mean(dim=0)
-    by_layer = _mean(by_token[:, first.first_affected :], dim=1)
-    return MethodErrors(
-        method=first.method.label,
-        num_windows=len(windows),
-        first_position=first_position,
-        sequence_length=first.num_tokens,
-        bits_per_element=_bits_per_element(first),
-        kl_mean=kl.mean().item(),
-        kl_median=kl.median().item(),
-        kl_p999=kl.quantile(0.999).item(),
-        top1_agreement=_joined(windows, first_position, lambda logits: logits.agreement)
-        .mean()
-        .item(),
-        loss_exact=_joined(windows, first_position, lambda logits: logits.loss_exact).mean().item(),
-        loss_method=_joined(windows, first_position, lambda logits: logits.loss_method)
-        .mean()
-        .item(),
-        attention_mae=by_layer.mean().item(),
-        attention_mae_by_layer=dict(zip(first.attention, by_layer.tolist(), strict=True)),
-        attention_mae_by_context=_by_context(by_token.mean(dim=0), first.method.group_size),
-        keys=_vector_summary(errors for window in windows for errors in window.keys.values()),
-        values=_vector_summary(errors for window in windows for errors in window.values.values()),
-        elapsed_seconds=sum(window.elapsed_seconds for window in windows),
+    sums = MethodSums(first_position)
+    for window in windows:
+        sums.add(window)
+    return sums.summary()
+
+
+def _memory(window: WindowErrors, length: int) -> CacheMemory:
+    elements = 2 * window.head_dim * window.num_kv_heads * len(window.key_drift) * length
+    bits = window.method.average_bits(length, window.head_dim, window.num_kv_heads)
+    return CacheMemory(
+        tokens=length,
+        bytes=round(elements * bits / 8),
+        sixteen_bit_bytes=elements * EXACT_BITS // 8,
     )
 
 
-def _joined(
-    windows: Sequence[WindowErrors], first_position: int, part: Callable[[LogitErrors], Tensor]
-) -> Tensor:
-    return torch.cat([part(window.logits)[first_position:] for window in windows]).double()
+def _quantile(sample: Tensor, share: float) -> float:
+    """`torch.quantile` without its limit on the number of values."""
+    ordered = sample.sort().values
+    position = share * (len(ordered) - 1)
+    low = math.floor(position)
+    high = min(low + 1, len(ordered) - 1)
+    return torch.lerp(ordered[low], ordered[high], position - low).item()
 
 
-def _mean(x: Tensor, dim: int) -> Tensor:
-    return x.mean(dim) if x.shape[dim] else x.sum(dim)
+def _mean(windows: Sequence[Tensor]) -> Tensor:
+    return torch.stack(list(windows)).mean(0)
 
 
-def _by_context(by_token: Tensor, block_tokens: int) -> tuple[ContextError, ...]:
-    blocks = by_token.split(block_tokens)
-    return tuple(
-        ContextError(index * block_tokens, index * block_tokens + len(block), block.mean().item())
-        for index, block in enumerate(blocks)
-    )
-
-
-def _vector_summary(layers: Iterable[VectorErrors]) -> VectorSummary | None:
-    rows = [
-        torch.stack(_vector_means(errors)).flatten(1)
-        for errors in layers
-        if errors.squared_norm.shape[-1]
-    ]
-    if not rows:
-        return None
-    return VectorSummary(*torch.cat(rows, dim=1).double().mean(dim=1).tolist())
-
-
-def _vector_means(errors: VectorErrors) -> tuple[Tensor, ...]:
-    tiny = torch.finfo(torch.float32).tiny
-    norms, total = errors.squared_norm.clamp(min=tiny), errors.total
-    worst_total, worst = total.topk(math.ceil(WORST_SHARE * total.shape[-1]))
-    worst_magnitude = errors.magnitude.gather(-1, worst)
-    return (
-        (errors.magnitude / norms).mean(-1),
-        (errors.direction / norms).mean(-1),
-        (worst_magnitude / worst_total.clamp(min=tiny)).mean(-1),
-        worst_total.sum(-1) / total.sum(-1).clamp(min=tiny),
-    )
-
-
-def _bits_per_element(window: WindowErrors) -> float:
-    packed = window.method.settings.packed_tokens(window.num_tokens)
-    exact = window.num_tokens - packed
-    bits = packed * window.method.bits_per_element(window.head_dim) + exact * _EXACT_BITS
-    return bits / window.num_tokens
+def _stack(rows: Sequence[Tensor]) -> Tensor:
+    """Rows of heads; layers with fewer heads than others are filled up with NaN."""
+    return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=math.nan)

@@ -2,12 +2,16 @@
 
 `record_exact` runs a window in full precision once; `pseudo_decode` runs it as a quantized cache
 would (see `quantized_attention`) and compares. Attention outputs are compared in the basis of the
-original weights: those of a model whose V is fused with R are brought back to it by Rᵀ. Errors
-accumulate: each layer gets what the layers before it really gave.
+original weights: those of a model whose V is fused with R are brought back to it by Rᵀ.
+
+There are two regimes. In `pseudo_decode` errors accumulate: each layer gets what the layers before
+it really gave. In the static regime each layer gets its full-precision input, and only the error
+that it adds itself is seen; `record_exact` measures it on the way, since its layers get those
+inputs anyway. To keep that cheap, it looks at every `STATIC_EVERY`-th token.
 """
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,11 +21,17 @@ from transformers import PreTrainedModel
 from kvarn_cli.errors import UnsupportedModelError
 from kvarn_cli.evaluation.attention import AttentionCall, Tap, attention_tap
 from kvarn_cli.evaluation.logit_errors import LogitErrors, compare_logits
-from kvarn_cli.evaluation.quantized_attention import QuantizedAttention, decode_steps
+from kvarn_cli.evaluation.quantized_attention import (
+    QuantizedAttention,
+    Restoration,
+    decode_steps,
+)
 from kvarn_cli.evaluation.vector_errors import VectorErrors
 from kvarn_cli.quantization.hadamard import rotate
 from kvarn_cli.quantization.methods import Method
 from kvarn_cli.runtime.coverage import covered_layers
+
+STATIC_EVERY = 4
 
 
 @dataclass(frozen=True)
@@ -33,11 +43,18 @@ class ExactRun:
         logits: [tokens, vocabulary].
         attention: layer → attention output before W_O, [tokens, heads, head_dim], in the basis of
             the original weights.
+        keys: layer → K after RoPE, [kv_heads, tokens, head_dim].
+        static: for each method asked for, layer → its error alone, as in `WindowErrors.attention`
+            but of every `STATIC_EVERY`-th token.
+        elapsed_seconds: time of the pass, without the static measurements.
     """
 
     tokens: Tensor
     logits: Tensor
     attention: dict[int, Tensor]
+    keys: dict[int, Tensor]
+    static: tuple[dict[int, Tensor], ...]
+    elapsed_seconds: float
 
 
 @dataclass(frozen=True)
@@ -49,10 +66,13 @@ class WindowErrors:
         num_tokens: length of the window.
         first_affected: the first token that sees a packed tile; num_tokens if none does.
         logits: errors of the predictions of tokens 1, 2, ….
-        attention: layer → mean absolute error of the attention output per token, over heads and
-            channels, float32 [tokens].
+        attention: layer → mean absolute error of the attention output over channels, float32
+            [heads, tokens].
         keys: covered layer → errors of K over the packed tokens that a later step sees.
         values: the same of V.
+        key_drift: covered layer → ‖ΔK‖² / ‖K‖² of K before it is quantized against the exact run,
+            mean over heads, float32 [tokens].
+        num_kv_heads: KV heads of a covered layer.
         head_dim: width of one head.
         elapsed_seconds: time of the quantized pass.
     """
@@ -64,34 +84,70 @@ class WindowErrors:
     attention: dict[int, Tensor]
     keys: dict[int, VectorErrors]
     values: dict[int, VectorErrors]
+    key_drift: dict[int, Tensor]
+    num_kv_heads: int
     head_dim: int
     elapsed_seconds: float
 
 
 def record_exact(
-    model: PreTrainedModel, tokens: Tensor, *, fused_rotation: Tensor | None = None
+    model: PreTrainedModel,
+    tokens: Tensor,
+    *,
+    fused_rotation: Tensor | None = None,
+    static_methods: Sequence[Method] = (),
+    step_tokens: int | None = None,
+    covered: Collection[int] | None = None,
 ) -> ExactRun:
-    """Run one window in full precision.
+    """Run one window in full precision, and measure methods in the static regime on the way.
 
     Args:
         model: a causal language model in eval mode.
         tokens: int64 [1, tokens], at least 2.
         fused_rotation: R [head_dim, head_dim] if V of this model is fused with it.
+        static_methods: methods to measure in the static regime.
+        step_tokens: see `pseudo_decode`; of the static regime.
+        covered: see `pseudo_decode`; of the static regime.
 
     Raises:
         UnsupportedModelError: the model does not use transformers' attention interface.
     """
+    full_attention = covered_layers(model.config)
+    taps = [
+        QuantizedAttention(
+            full_attention if covered is None else covered,
+            method,
+            step_tokens=step_tokens,
+            fused_rotation=fused_rotation,
+            record_errors=False,
+            every=STATIC_EVERY,
+        )
+        for method in static_methods
+    ]
     attention: dict[int, Tensor] = {}
+    keys: dict[int, Tensor] = {}
+    static: tuple[dict[int, Tensor], ...] = tuple({} for _ in taps)
+    static_seconds = 0.0
 
     def tap(call: AttentionCall) -> Tensor:
+        nonlocal static_seconds
         output = call.attend(0, call.key.shape[2], call.key, call.value)
-        if call.layer is not None:
-            attention[call.layer] = _in_plain_basis(output, fused_rotation)[0]
+        if call.layer is None:
+            return output
+        exact = _in_plain_basis(output, fused_rotation)[0]
+        attention[call.layer], keys[call.layer] = exact, call.key[0]
+        started = time.perf_counter()
+        for quantized, errors in zip(taps, static, strict=True):
+            local = _in_plain_basis(quantized(call), fused_rotation)[0]
+            errors[call.layer] = _mean_error(local, exact[::STATIC_EVERY])
+        static_seconds += time.perf_counter() - started
         return output
 
+    started = time.perf_counter()
     logits = _logits(model, tokens, tap)
-    _check_seen(model, covered_layers(model.config), attention)
-    return ExactRun(tokens, logits, attention)
+    elapsed_seconds = time.perf_counter() - started - static_seconds
+    _check_seen(model, full_attention, attention)
+    return ExactRun(tokens, logits, attention, keys, static, elapsed_seconds)
 
 
 def pseudo_decode(
@@ -102,6 +158,7 @@ def pseudo_decode(
     step_tokens: int | None = None,
     fused_rotation: Tensor | None = None,
     covered: Collection[int] | None = None,
+    restoration: Restoration | None = None,
 ) -> WindowErrors:
     """Run the window of an exact run as a quantized cache would, and compare.
 
@@ -113,6 +170,7 @@ def pseudo_decode(
             token by token.
         fused_rotation: R [head_dim, head_dim] if V of `model` is fused with it.
         covered: layers to quantize; None means every full-attention layer.
+        restoration: tokens to give back exactly in spite of the method.
 
     Raises:
         UnsupportedModelError: the model does not use transformers' attention interface, or has
@@ -126,15 +184,22 @@ def pseudo_decode(
             "cache worth packing"
         )
     quantized = QuantizedAttention(
-        covered, method, step_tokens=step_tokens, fused_rotation=fused_rotation
+        covered,
+        method,
+        step_tokens=step_tokens,
+        fused_rotation=fused_rotation,
+        restoration=restoration,
     )
     attention: dict[int, Tensor] = {}
+    key_drift: dict[int, Tensor] = {}
 
     def tap(call: AttentionCall) -> Tensor:
         output = quantized(call)
         if call.layer is not None:
-            difference = _in_plain_basis(output, fused_rotation)[0] - exact.attention[call.layer]
-            attention[call.layer] = difference.float().abs_().mean(dim=(1, 2))
+            plain = _in_plain_basis(output, fused_rotation)[0]
+            attention[call.layer] = _mean_error(plain, exact.attention[call.layer])
+            if call.layer in covered:
+                key_drift[call.layer] = _relative_drift(call.key[0], exact.keys[call.layer])
         return output
 
     started = time.perf_counter()
@@ -142,18 +207,28 @@ def pseudo_decode(
     elapsed_seconds = time.perf_counter() - started
     _check_seen(model, covered, attention)
     num_tokens = exact.tokens.shape[1]
-    steps = decode_steps(num_tokens, method.settings, step_tokens)
+    num_kv_heads, _, head_dim = exact.keys[min(covered)].shape
     return WindowErrors(
         method=method,
         num_tokens=num_tokens,
-        first_affected=next((step.start for step in steps if step.packed_tokens), num_tokens),
+        first_affected=first_affected(num_tokens, method, step_tokens),
         logits=compare_logits(exact.logits, logits, exact.tokens[0]),
         attention=attention,
         keys=quantized.key_errors,
         values=quantized.value_errors,
-        head_dim=exact.attention[min(covered)].shape[-1],
+        key_drift=key_drift,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
         elapsed_seconds=elapsed_seconds,
     )
+
+
+def first_affected(num_tokens: int, method: Method, step_tokens: int | None = None) -> int:
+    """The first token that sees a packed tile; num_tokens if none does."""
+    if method.tail == "packed":
+        return min(method.sink_tokens, num_tokens)
+    steps = decode_steps(num_tokens, method.settings, step_tokens)
+    return next((step.start for step in steps if step.packed_tokens), num_tokens)
 
 
 @torch.inference_mode()
@@ -165,6 +240,17 @@ def _logits(model: PreTrainedModel, tokens: Tensor, tap: Tap) -> Tensor:
 
 def _in_plain_basis(output: Tensor, fused_rotation: Tensor | None) -> Tensor:
     return output if fused_rotation is None else rotate(output, fused_rotation.T)
+
+
+def _mean_error(output: Tensor, exact: Tensor) -> Tensor:
+    """Two [tokens, heads, head_dim] → [heads, tokens]."""
+    return (output - exact).float().abs_().mean(dim=-1).T
+
+
+def _relative_drift(keys: Tensor, exact: Tensor) -> Tensor:
+    """Two [kv_heads, tokens, head_dim] → [tokens]."""
+    squared = ((keys - exact).float().square().sum(-1), exact.float().square().sum(-1))
+    return (squared[0] / squared[1].clamp(min=torch.finfo(torch.float32).tiny)).mean(dim=0)
 
 
 def _check_seen(model: PreTrainedModel, covered: Collection[int], seen: Collection[int]) -> None:

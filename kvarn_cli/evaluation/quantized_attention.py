@@ -9,17 +9,42 @@ The default steps are the tiles themselves, which is also what decoding token by
 every token of a tile finds the same tiles packed.
 """
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from kvarn_cli.evaluation.attention import AttentionCall
+from kvarn_cli.evaluation.rope import Rope
 from kvarn_cli.evaluation.vector_errors import VectorErrors, vector_errors
 from kvarn_cli.quantization.hadamard import rotate
 from kvarn_cli.quantization.methods import Exact, Method
 from kvarn_cli.settings import KVarNSettings
+
+
+@dataclass(frozen=True)
+class Restoration:
+    """An oracle that gives some tokens back exactly.
+
+    Attributes:
+        share: which share of the packed tokens of a head counts as worst, by ‖x − x̂‖².
+        restored: those, or all but those.
+    """
+
+    share: float
+    restored: Literal["worst", "others"]
+
+    def apply(self, exact: Tensor, packed: Tensor) -> Tensor:
+        """Put exact tokens in the place of packed ones; [batch, kv_heads, tokens, head_dim]."""
+        error = (exact - packed).float().square().sum(-1)
+        count = math.ceil(self.share * error.shape[-1])
+        worst = torch.zeros_like(error, dtype=torch.bool)
+        worst.scatter_(-1, error.topk(count).indices, True)
+        chosen = worst if self.restored == "worst" else ~worst
+        return torch.where(chosen[..., None], exact, packed)
 
 
 @dataclass(frozen=True)
@@ -38,11 +63,12 @@ def decode_steps(
 
     Args:
         num_tokens: length of the sequence.
-        settings: its sink_tokens and group_size.
-        step_tokens: tokens a step; None means the sink, then one tile a step.
+        settings: which tokens stay exact.
+        step_tokens: tokens a step; None means a step for each time that a tile is packed.
     """
     if step_tokens is None:
-        starts = sorted({0, *range(settings.sink_tokens, num_tokens, settings.group_size)})
+        first = settings.sink_tokens + settings.residual_tokens
+        starts = sorted({0, *range(first, num_tokens, settings.group_size)})
     else:
         starts = list(range(0, num_tokens, step_tokens))
     return [
@@ -60,6 +86,9 @@ class QuantizedAttention:
         step_tokens: see `decode_steps`.
         fused_rotation: R [head_dim, head_dim] if V of the model is fused with it. Methods that
             want V in the plain basis then get V Rᵀ, and their result goes back through R.
+        restoration: tokens to give back exactly in spite of the method.
+        record_errors: whether to keep the errors of K and V.
+        every: 1, or more to answer only queries whose position it divides.
 
     Attributes:
         key_errors: layer → errors of K over the packed tokens that a later step sees.
@@ -73,10 +102,16 @@ class QuantizedAttention:
         *,
         step_tokens: int | None = None,
         fused_rotation: Tensor | None = None,
+        restoration: Restoration | None = None,
+        record_errors: bool = True,
+        every: int = 1,
     ) -> None:
         self.covered = covered
         self.method = method
         self.step_tokens = step_tokens
+        self.restoration = restoration
+        self.record_errors = record_errors
+        self.every = every
         self.value_rotation = fused_rotation if method.plain_basis else None
         self.key_errors: dict[int, VectorErrors] = {}
         self.value_errors: dict[int, VectorErrors] = {}
@@ -85,14 +120,18 @@ class QuantizedAttention:
         """Attention output of one layer, [batch, tokens, heads, head_dim]."""
         layer, num_tokens = call.layer, call.key.shape[2]
         if layer is None or layer not in self.covered or isinstance(self.method, Exact):
-            return call.attend(0, num_tokens, call.key, call.value)
-        settings = self.method.settings
-        steps = decode_steps(num_tokens, settings, self.step_tokens)
-        sink = settings.sink_tokens
+            return call.attend(0, num_tokens, call.key, call.value)[:, :: self.every]
+        steps = self._steps(num_tokens)
+        sink = self.method.sink_tokens
         tiles = slice(sink, sink + steps[-1].packed_tokens)
-        keys, values = self._reconstruct(call.key[:, :, tiles], call.value[:, :, tiles])
-        self.key_errors[layer] = vector_errors(call.key[:, :, tiles], keys)
-        self.value_errors[layer] = vector_errors(call.value[:, :, tiles], values)
+        keys, values = self._reconstruct(call, layer, tiles)
+        exact_keys, exact_values = call.key[:, :, tiles], call.value[:, :, tiles]
+        if self.record_errors:
+            self.key_errors[layer] = vector_errors(exact_keys, keys)
+            self.value_errors[layer] = vector_errors(exact_values, values)
+        if self.restoration is not None:
+            keys = self.restoration.apply(exact_keys, keys)
+            values = self.restoration.apply(exact_values, values)
         return torch.cat(
             [
                 call.attend(
@@ -100,22 +139,50 @@ class QuantizedAttention:
                     step.end,
                     _seen(step, sink, call.key, keys),
                     _seen(step, sink, call.value, values),
+                    every=self.every,
                 )
                 for step in steps
             ],
             dim=1,
         )
 
-    def _reconstruct(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        if not keys.shape[2]:
+    def _steps(self, num_tokens: int) -> list[Step]:
+        method = self.method
+        if method.tail == "packed":
+            ends = [*range(method.group_size, num_tokens, method.group_size), num_tokens]
+            return [
+                Step(start, end, method.packed_tokens(end))
+                for start, end in zip([0, *ends], ends, strict=False)
+            ]
+        return decode_steps(num_tokens, method.settings, self.step_tokens)
+
+    def _reconstruct(self, call: AttentionCall, layer: int, tiles: slice) -> tuple[Tensor, Tensor]:
+        """What the cache gives back for the tokens in tiles, in the dtype and basis of the model.
+
+        An incomplete last tile is filled up with copies of its last token.
+        """
+        keys, values = call.key[:, :, tiles], call.value[:, :, tiles]
+        num_tokens = keys.shape[2]
+        if not num_tokens:
             return keys, values
-        if self.value_rotation is None:
-            packed_keys, packed_values = self.method.reconstruct(keys, values)
-        else:
-            plain_values = rotate(values, self.value_rotation.T)
-            packed_keys, packed_values = self.method.reconstruct(keys, plain_values)
-            packed_values = rotate(packed_values, self.value_rotation)
-        return packed_keys.to(keys.dtype), packed_values.to(values.dtype)
+        method, dtype = self.method.for_layer(layer), keys.dtype
+        rope = Rope(call, tiles) if method.keys_before_rope else None
+        if rope is not None:
+            keys = rope.undo(keys)
+        if self.value_rotation is not None:
+            values = rotate(values, self.value_rotation.T)
+        missing = -num_tokens % method.group_size
+        if missing:
+            keys, values = (
+                torch.cat((states, states[:, :, -1:].expand(-1, -1, missing, -1)), dim=2)
+                for states in (keys, values)
+            )
+        keys, values = (states[:, :, :num_tokens] for states in method.reconstruct(keys, values))
+        if rope is not None:
+            keys = rope.redo(keys)
+        if self.value_rotation is not None:
+            values = rotate(values, self.value_rotation)
+        return keys.to(dtype), values.to(dtype)
 
 
 def _seen(step: Step, sink: int, exact: Tensor, packed: Tensor) -> Tensor:

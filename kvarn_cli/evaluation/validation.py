@@ -8,7 +8,8 @@ from typing import Literal
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvarn_cli.evaluation.metrics import MethodErrors, summarize
+from kvarn_cli.evaluation.error_report import MethodResult
+from kvarn_cli.evaluation.metrics import summarize
 from kvarn_cli.evaluation.pseudo_decode import WindowErrors, pseudo_decode, record_exact
 from kvarn_cli.metadata import EngineErrors
 from kvarn_cli.progress import Report
@@ -91,14 +92,15 @@ def _swapped(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> Iterator[
             model.get_parameter(name).data = original
 
 
-def _engine_errors(engine: Engine, encoder: Encoder, errors: MethodErrors) -> EngineErrors:
+def _engine_errors(engine: Engine, encoder: Encoder, errors: MethodResult) -> EngineErrors:
+    logits, attention = errors.logits, errors.attention.accumulated
     return EngineErrors(
         engine=engine,
         encoder=encoder,
-        kl_mean=errors.kl_mean,
-        top1_agreement=errors.top1_agreement,
-        loss_original=errors.loss_exact,
-        loss_quantized=errors.loss_method,
-        attention_mae=errors.attention_mae,
-        attention_mae_by_layer=errors.attention_mae_by_layer,
+        kl_mean=logits.kl.mean,
+        top1_agreement=logits.top1,
+        loss_original=logits.loss_exact,
+        loss_quantized=logits.loss,
+        attention_mae=attention.mae,
+        attention_mae_by_layer=dict(zip(attention.layers, attention.by_layer, strict=True)),
     )

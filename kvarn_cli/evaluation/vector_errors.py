@@ -29,22 +29,20 @@ class VectorErrors:
 def vector_errors(exact: Tensor, approximate: Tensor) -> VectorErrors:
     """Split the squared error of each vector into magnitude and direction.
 
-    The direction error is computed as ‖x‖‖x̂‖ · ‖x/‖x‖ − x̂/‖x̂‖‖², which equals
-    2‖x‖‖x̂‖(1 − cos θ) and loses no digits when the angle is small. Computed in float64.
+    ‖x‖ − ‖x̂‖ is computed as ⟨x − x̂, x + x̂⟩ / (‖x‖ + ‖x̂‖), which loses no digits when both norms
+    are nearly equal, and the direction error as what is left of ‖x − x̂‖².
 
     Args:
-        exact: x, [..., head_dim].
+        exact: x, [..., head_dim]; computed in float32 or better.
         approximate: x̂, the same shape.
 
     Source: KVarN (arXiv 2606.03458), the decomposition of the error of one key vector.
     """
-    x, y = exact.double(), approximate.double()
-    x_norm, y_norm = (states.norm(dim=-1, keepdim=True) for states in (x, y))
-    tiny = torch.finfo(torch.float64).tiny
-    turned = (x / x_norm.clamp(min=tiny) - y / y_norm.clamp(min=tiny)).square().sum(-1)
-    x_norm, y_norm = x_norm[..., 0], y_norm[..., 0]
-    return VectorErrors(
-        magnitude=(x_norm - y_norm).square().float(),
-        direction=(x_norm * y_norm * turned).float(),
-        squared_norm=x_norm.square().float(),
-    )
+    dtype = torch.promote_types(exact.dtype, torch.float32)
+    x, y = exact.to(dtype), approximate.to(dtype)
+    difference = x - y
+    squared_norm, total = (v.square().sum(-1) for v in (x, difference))
+    norms = squared_norm.sqrt() + y.square().sum(-1).sqrt()
+    along = (difference * (x + y)).sum(-1) / norms.clamp(min=torch.finfo(dtype).tiny)
+    magnitude = torch.minimum(along.square(), total)
+    return VectorErrors(magnitude.float(), (total - magnitude).float(), squared_norm.float())

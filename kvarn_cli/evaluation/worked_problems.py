@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 _NAMES = ("Amara", "Bo", "Chen", "Dana", "Elif", "Femi", "Greta", "Hiro", "Ines", "Jonas")
 _GOODS = ("crates", "lamps", "bricks", "books", "bottles", "chairs", "ropes", "tiles", "cables")
-_COLOURS = ("amber", "blue", "copper", "green", "ivory", "red", "silver", "violet", "white")
-_ANIMALS = ("badger", "crane", "falcon", "heron", "lynx", "marten", "otter", "raven", "stork")
+COLOURS = ("amber", "blue", "copper", "green", "ivory", "red", "silver", "violet", "white")
+ANIMALS = ("badger", "crane", "falcon", "heron", "lynx", "marten", "otter", "raven", "stork")
 _UNITS = (
     ("kilometres", "metres", 1000),
     ("hours", "minutes", 60),
@@ -114,7 +114,7 @@ def _two_equations(draw: random.Random) -> str:
 
 
 def _record_lookup(draw: random.Random) -> str:
-    keys = draw.sample([f"{c} {a}" for c in _COLOURS for a in _ANIMALS], draw.randint(12, 30))
+    keys = draw.sample([f"{c} {a}" for c in COLOURS for a in ANIMALS], draw.randint(12, 30))
     numbers = {key: draw.randint(10_000, 99_999) for key in keys}
     lines = [f"Record {i}: the {key} has the number {numbers[key]}." for i, key in enumerate(keys)]
     asked = draw.sample(keys, 4)

@@ -1,64 +1,44 @@
-from pathlib import Path
+from xml.etree import ElementTree
 
 import matplotlib.image
 import pytest
+from error_reports import tiny_report
 
 from kvarn_cli.errors import UsageError
-from kvarn_cli.evaluation.figures import FIGURE_SUFFIXES, check_figure_path, draw_errors
-from kvarn_cli.evaluation.metrics import ContextError, MethodErrors, VectorSummary
+from kvarn_cli.evaluation.figures import check_folder, draw_figures, save_figures, svg_of
 
-SUMMARY = VectorSummary(0.01, 0.1, 0.2, 0.3)
+NAMES = ["context", "heads", "tokens", "worst-tokens", "memory"]
 
 
-def errors(method: str, packed: VectorSummary | None = SUMMARY) -> MethodErrors:
-    return MethodErrors(
-        method=method,
-        num_windows=1,
-        first_position=0,
-        sequence_length=256,
-        bits_per_element=4.0,
-        kl_mean=0.1,
-        kl_median=0.1,
-        kl_p999=0.2,
-        top1_agreement=0.9,
-        loss_exact=2.0,
-        loss_method=2.1,
-        attention_mae=0.03,
-        attention_mae_by_layer={0: 0.02, 3: 0.04},
-        attention_mae_by_context=(ContextError(0, 128, 0.0), ContextError(128, 256, 0.03)),
-        keys=packed,
-        values=packed,
-        elapsed_seconds=1.0,
+def test_every_figure_is_written_as_png_and_svg(tmp_path) -> None:
+    figures = draw_figures(tiny_report())
+    assert list(figures) == NAMES
+    paths = save_figures(figures, tmp_path)
+    assert sorted(path.name for path in paths) == sorted(
+        f"{name}.{suffix}" for name in NAMES for suffix in ("png", "svg")
     )
+    for name in NAMES:
+        height, width, _ = matplotlib.image.imread(tmp_path / f"{name}.png").shape
+        assert width > height > 500
+        assert ElementTree.parse(tmp_path / f"{name}.svg").getroot().tag.endswith("svg")
 
 
-@pytest.mark.parametrize("suffix", FIGURE_SUFFIXES)
-def test_a_figure_is_drawn_in_each_format(tmp_path: Path, suffix: str) -> None:
-    path = tmp_path / f"errors{suffix.upper()}"
-    check_figure_path(path)
-    draw_errors([errors("kvarn:k2v2_g128"), errors("kivi:k2v2_g128")], path)
-    start = {".png": b"\x89PNG", ".svg": b"<?xml", ".pdf": b"%PDF"}[suffix]
-    assert path.read_bytes().startswith(start)
+def test_the_same_report_gives_the_same_bytes() -> None:
+    first, second = (draw_figures(tiny_report())["context"] for _ in range(2))
+    assert svg_of(first) == svg_of(second)
 
 
-def test_the_methods_are_named_in_the_picture(tmp_path: Path) -> None:
-    path = tmp_path / "errors.svg"
-    draw_errors([errors("kvarn:k2v2_g128")], path)
-    assert "kvarn:k2v2_g128" in path.read_text()
-    assert "attention MAE" in path.read_text()
+@pytest.mark.parametrize("num_windows", [1])
+def test_one_window_and_no_error_are_drawn_too(num_windows: int) -> None:
+    report = tiny_report(num_windows)
+    exact = report.model_copy(update={"results": report.results[:1]})
+    assert list(draw_figures(report)) == NAMES
+    assert list(draw_figures(exact)) == ["context", "heads"]
 
 
-def test_a_method_that_packed_nothing_has_no_bars(tmp_path: Path) -> None:
-    draw_errors([errors("exact", packed=None)], tmp_path / "errors.png")
-    assert matplotlib.image.imread(tmp_path / "errors.png").std() > 0
-
-
-def test_what_cannot_be_drawn_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="no kind of picture") as refused:
-        check_figure_path(tmp_path / "errors.gif")
-    assert ".png, .svg, .pdf" in refused.value.hint
-    with pytest.raises(UsageError, match="does not exist"):
-        check_figure_path(tmp_path / "nowhere" / "errors.png")
-    (tmp_path / "folder.png").mkdir()
-    with pytest.raises(UsageError, match="cannot write"):
-        draw_errors([errors("exact")], tmp_path / "folder.png")
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path) -> None:
+    check_folder(tmp_path / "new" / "folder")
+    assert (tmp_path / "new" / "folder").is_dir()
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match="cannot write figures"):
+        check_folder(tmp_path / "file" / "folder")

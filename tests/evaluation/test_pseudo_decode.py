@@ -26,14 +26,40 @@ def test_error_begins_with_the_first_token_that_sees_a_packed_tile(llama: PreTra
     errors = pseudo_decode(llama, record_exact(llama, random_tokens(200)), COARSE)
     assert errors.first_affected == 48
     for layer in errors.attention.values():
-        assert layer.shape == (200,)
-        assert layer[:48].max() < 1e-12
-        assert layer[48:].min() > 1e-4
+        assert layer.shape == (4, 200)
+        assert layer[:, :48].max() < 1e-12
+        assert layer[:, 48:].min() > 1e-4
     assert errors.logits.kl[:48].max() < 1e-12
     assert errors.logits.kl[48:].mean() > 1e-4
     assert set(errors.attention) == set(errors.keys) == set(errors.values) == {0, 1}
     assert errors.keys[1].total.shape == (1, 2, 160)
-    assert errors.head_dim == 32
+    assert (errors.num_kv_heads, errors.head_dim) == (2, 32)
+    assert errors.key_drift[0].max() == 0
+    assert errors.key_drift[1][:48].max() < 1e-12
+    assert errors.key_drift[1][48:].min() > 1e-6
+
+
+def test_without_a_window_even_the_first_tile_s_own_tokens_are_packed(
+    llama: PreTrainedModel,
+) -> None:
+    method = parse_method("kvarn:k2v2_g32,sink_tokens=0,tail=packed")
+    errors = pseudo_decode(llama, record_exact(llama, random_tokens(50)), method)
+    assert errors.first_affected == 0
+    assert errors.attention[0].min() > 1e-4
+    assert errors.keys[1].total.shape == (1, 2, 50)
+
+
+def test_windows_of_different_lengths_are_measured_alike(llama: PreTrainedModel) -> None:
+    """Causal attention: what comes behind a token does not change its errors."""
+    tokens = random_tokens(300)
+    long, short = (
+        pseudo_decode(llama, record_exact(llama, tokens[:, :n]), COARSE) for n in (300, 170)
+    )
+    for layer in (0, 1):
+        torch.testing.assert_close(
+            long.attention[layer][:, :170], short.attention[layer], rtol=1e-4, atol=1e-6
+        )
+    torch.testing.assert_close(long.logits.kl[:169], short.logits.kl, rtol=1e-3, atol=1e-6)
 
 
 def test_a_window_without_packed_tiles_is_measured_as_unaffected(llama: PreTrainedModel) -> None:
@@ -84,10 +110,10 @@ def test_the_layers_to_quantize_can_be_named() -> None:
     exact = record_exact(model, random_tokens(200))
     errors = pseudo_decode(model, exact, COARSE)
     assert errors.attention[0].max() == 0
-    assert errors.attention[1][48:].min() > 0
+    assert errors.attention[1][:, 48:].min() > 0
     assert set(errors.keys) == {1}
     errors = pseudo_decode(model, exact, COARSE, covered=[0, 1])
-    assert errors.attention[0][48:].mean() > 1e-3
+    assert errors.attention[0][:, 48:].mean() > 1e-3
     assert set(errors.keys) == {0, 1}
     assert set(pseudo_decode(model, exact, COARSE, covered=[0]).keys) == {0}
 

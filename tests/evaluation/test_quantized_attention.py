@@ -33,7 +33,7 @@ class Shifted(Method):
     def reconstruct(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         return keys.float() + 1, values.float() - 2
 
-    def bits_per_element(self, head_dim: int) -> float:
+    def bits_per_element(self, head_dim: int, num_kv_heads: int = 1) -> float:
         return 8.0
 
 
@@ -79,6 +79,56 @@ def test_each_query_sees_the_tiles_that_a_cache_would_have_packed(step_tokens: i
             weights = (keys[head // 2] @ query[0, head, position] * 0.3).softmax(-1)
             expected = weights @ values[head // 2]
             assert largest_difference(output[0, position, head], expected) < 1e-5
+
+
+def test_residual_tokens_wait_behind_the_newest_tile() -> None:
+    settings = KVarNSettings(group_size=32, sink_tokens=16, residual_tokens=40)
+    steps = decode_steps(160, settings)
+    assert steps == [
+        Step(0, 56, 0),
+        Step(56, 88, 0),
+        Step(88, 120, 32),
+        Step(120, 152, 64),
+        Step(152, 160, 96),
+    ]
+    for step in steps:
+        assert all(
+            settings.packed_tokens(token) == step.packed_tokens
+            for token in range(step.start, step.end)
+        )
+
+
+@pytest.mark.parametrize(
+    "spec", ["kvarn:k2v2_g32,sink_tokens=18", "kivi:k2v2_g32,tail=packed", "exact"]
+)
+@pytest.mark.parametrize("family", ["llama", "mistral-sliding"])
+def test_queries_can_be_left_out(spec: str, family: str) -> None:
+    calls: list[AttentionCall] = []
+
+    def keep(call: AttentionCall) -> Tensor:
+        calls.append(call)
+        return call.attend(0, call.key.shape[2], call.key, call.value)
+
+    model = calm_model(family, torch.float64, num_hidden_layers=1)
+    with attention_tap(model, keep):
+        exact_logits(model, random_tokens(151))
+    method = parse_method(spec)
+    whole, some = (QuantizedAttention([0], method, every=every)(calls[0]) for every in (1, 4))
+    assert largest_difference(whole[:, ::4], some) < 1e-12
+
+
+def test_without_a_window_every_query_sees_packed_tokens_only() -> None:
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = torch.randn(3, 1, 2, 70, 32, dtype=torch.float64, generator=generator)
+    module = torch.nn.Module()
+    module.layer_idx, module.num_key_value_groups = 0, 1
+    call = AttentionCall(module, query, key, value, None, {"scaling": 0.3})
+    method = Shifted(group_size=32, sink_tokens=0, tail="packed")
+    tap = QuantizedAttention([0], method)
+    shifted = AttentionCall(module, query, key + 1, value - 2, None, {"scaling": 0.3})
+    expected = shifted.attend(0, 70, shifted.key, shifted.value)
+    assert largest_difference(tap(call), expected) < 1e-5
+    assert tap.key_errors[0].total.shape == (1, 2, 70)
 
 
 def test_layers_outside_the_covered_ones_attend_exactly(llama: PreTrainedModel) -> None:

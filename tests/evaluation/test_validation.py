@@ -41,22 +41,25 @@ def test_a_fused_model_is_measured_on_both_kinds_of_engine(
         windows,
         [parse_method(f"{SPEC},value_rotation={where}") for where in ("fused", "online")],
         fused_rotation=fused_rotation(32),
+        static=False,
     )
     assert [errors.engine for errors in engines] == ["honours_marker", "rotates_again"]
     assert engines[0].kl_mean != engines[1].kl_mean
-    for errors, expected in zip(engines, measured, strict=True):
-        assert errors.kl_mean == pytest.approx(expected.kl_mean, rel=1e-6)
-        assert errors.loss_quantized == pytest.approx(expected.loss_method, rel=1e-6)
-        assert errors.loss_original == pytest.approx(expected.loss_exact, rel=1e-6)
-        assert errors.attention_mae_by_layer == pytest.approx(expected.attention_mae_by_layer)
+    for errors, expected in zip(engines, measured.results, strict=True):
+        logits, attention = expected.logits, expected.attention.accumulated
+        assert errors.kl_mean == pytest.approx(logits.kl.mean, rel=1e-6)
+        assert errors.loss_quantized == pytest.approx(logits.loss, rel=1e-6)
+        assert errors.loss_original == pytest.approx(logits.loss_exact, rel=1e-6)
+        by_layer = dict(zip(attention.layers, attention.by_layer, strict=True))
+        assert errors.attention_mae_by_layer == pytest.approx(by_layer)
 
 
 def test_without_fused_weights_the_engine_rotates(llama: PreTrainedModel, windows: Tensor) -> None:
     (errors,) = validate(llama, windows, SETTINGS, {}, silent)
-    (expected,) = measure_methods(llama, windows, [parse_method(SPEC)])
+    (expected,) = measure_methods(llama, windows, [parse_method(SPEC)], static=False).results
     assert errors.engine == "online"
-    assert errors.kl_mean == expected.kl_mean
-    assert errors.attention_mae == expected.attention_mae
+    assert errors.kl_mean == expected.logits.kl.mean
+    assert errors.attention_mae == expected.attention.accumulated.mae
 
 
 def test_every_setting_is_measured(llama: PreTrainedModel, windows: Tensor) -> None:
@@ -80,8 +83,9 @@ def test_public_engines_are_measured_with_the_reference_encoder(
         [("honours_marker", "refined"), ("rotates_again", "reference")],
         [("online", "refined"), ("online", "reference")],
     ]
-    (expected,) = measure_methods(llama, windows, [parse_method(f"{SPEC},encoder=refined")])
-    assert online[0].kl_mean == expected.kl_mean != online[1].kl_mean
+    method = parse_method(f"{SPEC},encoder=refined")
+    (expected,) = measure_methods(llama, windows, [method], static=False).results
+    assert online[0].kl_mean == expected.logits.kl.mean != online[1].kl_mean
 
 
 def test_the_original_gets_its_weights_back(

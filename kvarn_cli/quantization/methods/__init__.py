@@ -4,16 +4,36 @@ from collections.abc import Callable
 from dataclasses import fields
 
 from kvarn_cli.errors import SettingsError
-from kvarn_cli.quantization.methods.base import Method
+from kvarn_cli.quantization.methods.ablation import Ablation
+from kvarn_cli.quantization.methods.base import Method, PresetMethod
 from kvarn_cli.quantization.methods.exact import Exact
+from kvarn_cli.quantization.methods.fp8 import FP8
+from kvarn_cli.quantization.methods.ggml_blocks import Q40, Q80
 from kvarn_cli.quantization.methods.kivi import KIVI
 from kvarn_cli.quantization.methods.kvarn import KVarN
+from kvarn_cli.quantization.methods.kvquant import KVQuant
 from kvarn_cli.quantization.methods.quarot import QuaRot
+from kvarn_cli.quantization.methods.turboquant import TurboQuant
 from kvarn_cli.settings import KVarNSettings
 
-METHODS: dict[str, type[Method]] = {method.name: method for method in (Exact, KVarN, QuaRot, KIVI)}
+_ALL = (Exact, KVarN, Ablation, QuaRot, KIVI, KVQuant, TurboQuant, FP8, Q80, Q40)
+METHODS: dict[str, type[Method]] = {method.name: method for method in _ALL}
 
-__all__ = ["KIVI", "METHODS", "Exact", "KVarN", "Method", "QuaRot", "parse_method"]
+__all__ = [
+    "FP8",
+    "KIVI",
+    "METHODS",
+    "Q40",
+    "Q80",
+    "Ablation",
+    "Exact",
+    "KVQuant",
+    "KVarN",
+    "Method",
+    "QuaRot",
+    "TurboQuant",
+    "parse_method",
+]
 
 
 def parse_method(spec: str) -> Method:
@@ -31,9 +51,11 @@ def parse_method(spec: str) -> Method:
         )
     values: dict[str, object] = {}
     if preset:
+        if not issubclass(method, PresetMethod):
+            raise SettingsError(f"{name} has no presets: {spec!r}", hint=f"write {name}")
         named = KVarNSettings.from_name(preset)
         values = {key: getattr(named, key) for key in ("key_bits", "value_bits", "group_size")}
-    defaults = {field.name: field.default for field in fields(method)}
+    defaults = {field.name: field.default for field in fields(method) if field.compare}
     for option in options:
         key, _, text = option.partition("=")
         if key not in defaults or not text:

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvarn_cli.quantization.methods.base import Method
+from kvarn_cli.quantization.methods.base import EXACT_BITS, Method
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +23,10 @@ class Exact(Method):
         """The inputs themselves."""
         return keys, values
 
-    def bits_per_element(self, head_dim: int) -> float:
+    def bits_per_element(self, head_dim: int, num_kv_heads: int = 1) -> float:
         """16: a half-precision cache."""
-        return 16.0
+        return EXACT_BITS
+
+    def average_bits(self, num_tokens: int, head_dim: int, num_kv_heads: int = 1) -> float:
+        """16 at every length."""
+        return EXACT_BITS

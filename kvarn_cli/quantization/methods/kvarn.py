@@ -5,13 +5,13 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from kvarn_cli.quantization.methods.base import Method
+from kvarn_cli.quantization.methods.base import PresetMethod
 from kvarn_cli.quantization.tile_codec import TileCodec
 from kvarn_cli.settings import Encoder, KVarNSettings, check_choice
 
 
 @dataclass(frozen=True, kw_only=True)
-class KVarN(Method):
+class KVarN(PresetMethod):
     """The records that KVarN backends store, decoded again.
 
     Attributes:
@@ -49,6 +49,6 @@ class KVarN(Method):
         )
         return codec.reconstruct(keys, values)
 
-    def bits_per_element(self, head_dim: int) -> float:
+    def bits_per_element(self, head_dim: int, num_kv_heads: int = 1) -> float:
         """Bytes of a record over its elements."""
         return self.settings.bits_per_element(head_dim)

@@ -6,16 +6,14 @@ from typing import ClassVar, Literal
 from torch import Tensor
 
 from kvarn_cli.quantization.hadamard import hadamard_matrix, rotate
-from kvarn_cli.quantization.methods.base import Method
-from kvarn_cli.quantization.methods.kivi import KIVI
+from kvarn_cli.quantization.methods.base import PresetMethod
+from kvarn_cli.quantization.methods.kivi import SCALE_AND_ZERO_BITS, rtn_over_tokens
 from kvarn_cli.quantization.rounding import rtn_along
 from kvarn_cli.settings import check_choice
 
-_SCALE_AND_ZERO_BITS = 32
-
 
 @dataclass(frozen=True, kw_only=True)
-class QuaRot(Method):
+class QuaRot(PresetMethod):
     """K and V rotated by H and rounded to nearest; V per token over the channels of a head.
 
     Attributes:
@@ -39,18 +37,14 @@ class QuaRot(Method):
         hadamard = hadamard_matrix(keys.shape[-1], device=keys.device)
         key_states, value_states = (rotate(states, hadamard) for states in (keys, values))
         if self.key_axis == "channel":
-            key_states, value_states = self._unrotated.reconstruct(key_states, value_states)
+            key_states = rtn_over_tokens(key_states, self.key_bits, self.group_size)
         else:
             key_states = rtn_along(key_states.float(), self.key_bits)
-            value_states = rtn_along(value_states.float(), self.value_bits)
+        value_states = rtn_along(value_states.float(), self.value_bits)
         return rotate(key_states, hadamard), rotate(value_states, hadamard)
 
-    def bits_per_element(self, head_dim: int) -> float:
+    def bits_per_element(self, head_dim: int, num_kv_heads: int = 1) -> float:
         """Codes, and a float16 scale and zero point per rounded row."""
-        if self.key_axis == "channel":
-            return self._unrotated.bits_per_element(head_dim)
-        return (self.key_bits + self.value_bits) / 2 + _SCALE_AND_ZERO_BITS / head_dim
-
-    @property
-    def _unrotated(self) -> KIVI:
-        return KIVI(key_bits=self.key_bits, value_bits=self.value_bits, group_size=self.group_size)
+        key_row = self.group_size if self.key_axis == "channel" else head_dim
+        rows = SCALE_AND_ZERO_BITS / key_row + SCALE_AND_ZERO_BITS / head_dim
+        return (self.key_bits + self.value_bits + rows) / 2

@@ -1,0 +1,112 @@
+"""What a report says, in words that follow from its thresholds."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from kvarn_cli.evaluation.error_report import AttentionErrors, ErrorReport, MethodResult
+
+_MOST_LAYERS = 4
+_SIMILAR_BITS = 0.5
+
+
+def verdict(report: ErrorReport) -> list[str]:
+    """One sentence per method, then what the static view hides and what an oracle would save.
+
+    A method keeps the model's choices when its top-1 agreement, mean KL and loss increase are all
+    within the report's thresholds.
+    """
+    length = f"{report.windows.sequence_length:,} tokens"
+    sentences = []
+    for result in report.results:
+        kept = f"{result.logits.top1:.1%} of top-1 choices at {length}"
+        if missed := _missed(report, result):
+            sentences.append(
+                f"{result.method} does not keep the model's choices ({kept}): "
+                f"{', '.join(missed)}; {_layers(result)}."
+            )
+        else:
+            sentences.append(f"{result.method} keeps {kept}.")
+    return [*sentences, *_static_view(report.results), *_oracle(report.results)]
+
+
+def thresholds(report: ErrorReport) -> str:
+    """The thresholds behind the verdict, as one sentence."""
+    limits = report.thresholds
+    return (
+        f"Keeping means: top-1 agreement of at least {limits.min_top1:.0%}, mean KL of at most "
+        f"{limits.max_kl:g} and a loss increase of at most {limits.max_loss_increase:g} nats."
+    )
+
+
+def _missed(report: ErrorReport, result: MethodResult) -> list[str]:
+    limits, logits = report.thresholds, result.logits
+    increase = logits.loss - logits.loss_exact
+    found = []
+    if logits.top1 < limits.min_top1:
+        found.append(f"top-1 below {limits.min_top1:.0%}")
+    if logits.kl.mean > limits.max_kl:
+        found.append(f"KL {logits.kl.mean:.3f} above {limits.max_kl:g}")
+    if increase > limits.max_loss_increase:
+        found.append(f"loss +{increase:.3f} above {limits.max_loss_increase:g}")
+    return found
+
+
+def _layers(result: MethodResult) -> str:
+    """Where the error comes from: few layers with half of it, or all of them."""
+    static = result.attention.static
+    errors: AttentionErrors = static or result.attention.accumulated
+    kind = "their own error" if static else "the error"
+    whole = sum(errors.by_layer) or 1.0
+    ranked = sorted(zip(errors.by_layer, errors.layers, strict=True), reverse=True)
+    sums = accumulate(error for error, _ in ranked)
+    needed = next((n for n, s in enumerate(sums, start=1) if s >= whole / 2), len(ranked))
+    if needed <= min(_MOST_LAYERS, len(ranked) // 2):
+        names = _listed([str(layer) for _, layer in sorted(ranked[:needed], key=lambda x: x[1])])
+        layers = f"layer {names} carries" if needed == 1 else f"layers {names} carry"
+        return f"{layers} most of {kind}"
+    (error, layer), *_ = ranked
+    return (
+        "the error is spread over the layers "
+        f"(the largest part, {error / whole:.0%}, in layer {layer})"
+    )
+
+
+def _static_view(results: Sequence[MethodResult]) -> list[str]:
+    """How far the best and the worst of the methods with the fewest bits are apart."""
+    fewest = min(result.packed_bits_per_element for result in results)
+    both = [
+        (result.attention.static.mae, result.attention.accumulated.mae, result.method)
+        for result in results
+        if result.packed_bits_per_element <= fewest + _SIMILAR_BITS
+        and result.attention.static is not None
+        and result.attention.static.mae
+    ]
+    if len(both) < 2:
+        return []
+    _, _, best = min(both, key=lambda entry: entry[1])
+    _, _, worst = max(both, key=lambda entry: entry[1])
+    by_name = {method: (static, accumulated) for static, accumulated, method in both}
+    static, accumulated = (by_name[worst][i] / by_name[best][i] for i in (0, 1))
+    return [
+        f"The attention error of {worst} is {static:.2f} times that of {best} when each layer is "
+        f"judged alone (static), {accumulated:.2f} times when errors accumulate."
+    ]
+
+
+def _oracle(results: Sequence[MethodResult]) -> list[str]:
+    """What exact copies of the worst tokens take off the KL, and of all the others."""
+    sentences = []
+    for result in results:
+        kl = result.logits.kl.mean
+        restored = {(entry.share, entry.restored): entry.kl_mean for entry in result.oracle or ()}
+        for share in sorted({share for share, _ in restored} if kl else ()):
+            worst, others = (1 - restored[share, kind] / kl for kind in ("worst", "others"))
+            sentences.append(
+                f"Restoring the worst {share:.0%} of tokens exactly takes {worst:.0%} off the KL "
+                f"of {result.method}, restoring all others {others:.0%}."
+            )
+    return sentences
+
+
+def _listed(names: Sequence[str]) -> str:
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
