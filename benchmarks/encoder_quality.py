@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +24,6 @@ from transformers import PreTrainedTokenizerBase
 
 from kvarn_cli.evaluation.calibration import token_windows
 from kvarn_cli.evaluation.measurement import measure_methods
-from kvarn_cli.evaluation.metrics import MethodErrors
 from kvarn_cli.evaluation.worked_problems import worked_problems
 from kvarn_cli.model.loading import load_model, load_tokenizer
 from kvarn_cli.quantization.hadamard import hadamard_matrix, rotate
@@ -39,6 +38,7 @@ from kvarn_cli.quantization.refined_encoder import (
 from kvarn_cli.quantization.rounding import RoundedRows, to_float16
 from kvarn_cli.quantization.tile_record import QuantizedTiles
 from kvarn_cli.quantization.variance_normalization import variance_normalize
+from kvarn_cli.runtime.coverage import covered_layers
 from kvarn_cli.settings import KVarNSettings
 
 MODULES = (
@@ -209,10 +209,17 @@ def interval(numerator: Sequence[float], denominator: Sequence[float]) -> tuple[
     return ratios[250], ratios[9749]
 
 
-def show(spec: str, own: Sequence[MethodErrors], reference: Sequence[MethodErrors]) -> None:
+class Errors(NamedTuple):
+    """Of one method on one window."""
+
+    kl: float
+    attention_mae: float
+
+
+def show(spec: str, own: Sequence[Errors], reference: Sequence[Errors]) -> None:
     """Print one row of the table."""
     cells = []
-    for name in ("kl_mean", "attention_mae"):
+    for name in Errors._fields:
         values, base = ([getattr(errors, name) for errors in side] for side in (own, reference))
         low, high = interval(values, base)
         worst = max(value / other for value, other in zip(values, base, strict=True))
@@ -237,15 +244,20 @@ def main() -> None:
     specs = ["reference", *(arguments.variant or ["refined"])]
     methods = [parse_variant(spec, preset) for spec in specs]
     model = load_model(arguments.model, dtype=torch.float32, device=torch.device("cpu"))
+    covered = covered_layers(model.config, cover_sliding=arguments.cover_sliding)
     windows = windows_by_kind(
         load_tokenizer(arguments.model), arguments.per_kind, arguments.sequence_length
     )
     by_window = []
     for kind, of_kind in windows.items():
         for window in of_kind.split(1):
-            errors = measure_methods(model, window, methods, cover_sliding=arguments.cover_sliding)
+            measured = measure_methods(model, window, methods, covered=covered, static=False)
+            errors = [
+                Errors(result.logits.kl.mean, result.attention.accumulated.mae)
+                for result in measured.results
+            ]
             by_window.append(errors)
-            print(f"{kind:12} KL " + " ".join(f"{each.kl_mean:.4f}" for each in errors), flush=True)
+            print(f"{kind:12} KL " + " ".join(f"{each.kl:.4f}" for each in errors), flush=True)
     columns = "KL, to the reference, 95 %, worst window; attention MAE, the same"
     print(
         f"\n{arguments.preset}, {len(by_window)} windows of {arguments.sequence_length}: {columns}"
