@@ -2,6 +2,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 DEMO ?= demo
+CHROMIUM := $(shell command -v chromium)
 
 .PHONY: help demo test check lint docs clean
 
@@ -29,7 +30,8 @@ demo: $(VENV)/demo
 
 test: $(VENV)/dev
 	@$(BIN)/python scripts/prepare_smollm2.py
-	$(BIN)/python -m pytest
+	@$(if $(CHROMIUM),,echo "no chromium here, so its tests are left out (Debian: apt-get install chromium)")
+	$(BIN)/python -m pytest $(if $(CHROMIUM),,-m "not browser")
 
 lint: $(VENV)/dev
 	$(BIN)/ruff check .

@@ -85,6 +85,7 @@ def _value(document: dict, path: str):
     return document
 
 
+@pytest.mark.browser
 def test_it_opens_without_a_console_message_and_its_figures_have_size(
     chromium: str, page: Path, tmp_path: Path
 ) -> None:
@@ -110,6 +111,7 @@ def test_it_opens_without_a_console_message_and_its_figures_have_size(
         assert image["alt"]
 
 
+@pytest.mark.browser
 def test_the_numbers_in_the_page_are_those_of_the_document(
     chromium: str, page: Path, tmp_path: Path
 ) -> None:
@@ -138,6 +140,7 @@ def test_it_needs_no_other_file(page: Path) -> None:
     assert text.count("</script>") == 1
 
 
+@pytest.mark.browser
 def test_the_page_can_be_seen(chromium: str, page: Path, tmp_path: Path) -> None:
     shot = tmp_path / "page.png"
     _in_browser(chromium, page, tmp_path, f"--screenshot={shot}", "--window-size=1250,3000")
