@@ -77,6 +77,14 @@ def inspect_errors(
             metavar="FILE", help="Write an HTML page that needs nothing else.", show_default=False
         ),
     ] = None,
+    figure: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Draw the error against context length into a .png, .svg or .pdf.",
+            show_default=False,
+        ),
+    ] = None,
     figures: Annotated[
         Path | None,
         typer.Option(
@@ -113,7 +121,7 @@ def inspect_errors(
     with Console(as_json=as_json, quiet=quiet) as console:
         if (model is None) == (from_file is None):
             raise UsageError("name a model or --from FILE, one of the two")
-        _check_outputs(report, figures)
+        _check_outputs(report, figure, figures)
         if from_file is not None:
             from kvarn_cli.evaluation.error_report import ErrorReport
 
@@ -149,16 +157,20 @@ def inspect_errors(
                     report=progress,
                 )
         _show(console, errors)
-        _draw(console, errors, report, figures)
+        _draw(console, errors, report, figure, figures)
         console.document(errors.document())
         if errors.partial and from_file is None:
             console.note("interrupted: the report is partial")
             raise typer.Exit(INTERRUPTED)
 
 
-def _check_outputs(report: Path | None, figures: Path | None) -> None:
+def _check_outputs(report: Path | None, figure: Path | None, figures: Path | None) -> None:
     if report is not None and (report.is_dir() or not report.parent.is_dir()):
         raise UsageError(f"cannot write {report}", hint="name a file in a folder that exists")
+    if figure is not None:
+        from kvarn_cli.evaluation.figures import check_figure
+
+        check_figure(figure)
     if figures is not None:
         from kvarn_cli.evaluation.figures import check_folder
 
@@ -166,14 +178,21 @@ def _check_outputs(report: Path | None, figures: Path | None) -> None:
 
 
 def _draw(
-    console: Console, errors: "ErrorReport", report: Path | None, figures: Path | None
+    console: Console,
+    errors: "ErrorReport",
+    report: Path | None,
+    figure: Path | None,
+    figures: Path | None,
 ) -> None:
-    if report is None and figures is None:
+    if report is None and figure is None and figures is None:
         return
-    from kvarn_cli.evaluation.figures import draw_figures, save_figures
+    from kvarn_cli.evaluation.figures import MAIN_FIGURE, draw_figures, save_figure, save_figures
     from kvarn_cli.evaluation.html_report import write_html
 
     drawn = draw_figures(errors)
+    if figure is not None:
+        save_figure(drawn[MAIN_FIGURE], figure)
+        console.note(f"Drew {figure}")
     if figures is not None:
         save_figures(drawn, figures)
         console.note(f"Drew {len(drawn)} figures into {figures}")

@@ -18,6 +18,9 @@ from kvarn_cli.errors import UsageError
 if TYPE_CHECKING:
     from kvarn_cli.evaluation.error_report import AttentionErrors, ErrorReport, MethodResult
 
+FIGURE_SUFFIXES = (".png", ".svg", ".pdf")
+MAIN_FIGURE = "context"
+
 _COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 _LINES = ("-", "--", "-.", ":")
@@ -39,7 +42,7 @@ def draw_figures(report: "ErrorReport") -> dict[str, Figure]:
         Name → figure; figures without data are left out.
     """
     drawings: dict[str, Callable[[ErrorReport], Figure | None]] = {
-        "context": _context,
+        MAIN_FIGURE: _context,
         "heads": _heads,
         "tokens": _tokens,
         "worst-tokens": _worst_tokens,
@@ -62,6 +65,21 @@ def check_folder(folder: Path) -> None:
         raise UsageError(f"cannot write figures to {folder}: {error.strerror}") from error
 
 
+def check_figure(path: Path) -> None:
+    """Refuse a picture that could not be written at the end of a long run.
+
+    Raises:
+        UsageError: unknown kind of picture, or no folder to put it in.
+    """
+    if path.suffix.lower() not in FIGURE_SUFFIXES:
+        raise UsageError(
+            f"{path} is no kind of picture that can be drawn",
+            hint=f"let the name end in {', '.join(FIGURE_SUFFIXES)}",
+        )
+    if path.is_dir() or not path.parent.is_dir():
+        raise UsageError(f"cannot write {path}", hint="name a file in a folder that exists")
+
+
 def save_figures(figures: dict[str, Figure], folder: Path) -> list[Path]:
     """Write each figure as PNG (300 dpi) and SVG.
 
@@ -70,12 +88,21 @@ def save_figures(figures: dict[str, Figure], folder: Path) -> list[Path]:
     """
     paths = [folder / f"{name}.{suffix}" for name in figures for suffix in ("png", "svg")]
     for path in paths:
-        content = _encoded(figures[path.stem], path.suffix[1:])
-        try:
-            path.write_bytes(content)
-        except OSError as error:
-            raise UsageError(f"cannot write {path}: {error.strerror}") from error
+        save_figure(figures[path.stem], path)
     return paths
+
+
+def save_figure(figure: Figure, path: Path) -> None:
+    """Write one figure; its suffix chooses the format.
+
+    Raises:
+        UsageError: the file cannot be written.
+    """
+    content = _encoded(figure, path.suffix[1:].lower())
+    try:
+        path.write_bytes(content)
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}") from error
 
 
 def svg_of(figure: Figure) -> bytes:

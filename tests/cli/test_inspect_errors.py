@@ -60,14 +60,15 @@ def test_the_json_report_of_an_original_model(report):
 def test_a_report_is_shown_again_from_its_file(report, report_file, tmp_path):
     page, figures = tmp_path / "page.html", tmp_path / "new" / "figures"
     outcome = run_kvarn(
-        "inspect-errors", "--from", report_file, "--report", page, "--figures", figures
+        *("inspect-errors", "--from", report_file, "--report", page, "--figures", figures),
+        *("--figure", tmp_path / "errors.svg"),
     )
     assert outcome.exit_code == 0, outcome.stderr
     assert "kvarn:k2v2_g32,iterations=16" in outcome.stdout
     assert "<title>Cache errors of llama</title>" in page.read_text(encoding="utf-8")
     height, width, _ = matplotlib.image.imread(figures / "context.png").shape
     assert width > height > 500
-    assert (figures / "context.svg").exists()
+    assert (tmp_path / "errors.svg").read_bytes() == (figures / "context.svg").read_bytes()
     again = run_kvarn("inspect-errors", "--from", report_file, "--json")
     assert again.data == report.data
 
@@ -98,6 +99,8 @@ def test_ctrl_c_gives_what_is_finished(llama):
         ([], "name a model or --from FILE"),
         (["x", "--from", "y.json"], "name a model or --from FILE"),
         (["./nowhere", "--report", "nowhere/errors.html"], "cannot write nowhere/errors.html"),
+        (["./nowhere", "--figure", "errors.doc"], "errors.doc is no kind of picture"),
+        (["./nowhere", "--figure", "nowhere/errors.png"], "cannot write nowhere/errors.png"),
         (["./nowhere", "--figures", "/dev/null/figures"], "cannot write figures to /dev/null"),
         (["--from", "./nowhere.json"], "cannot read nowhere.json"),
         (["./nowhere", "--oracle", "100"], "'--oracle'"),
