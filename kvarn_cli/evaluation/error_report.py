@@ -16,7 +16,7 @@ SCHEMA: Final = "kvarn.errors/1"
 
 Interval = tuple[float, float]
 
-_NOISE = 1e-9
+_NOISE = 1e-6
 
 
 class _Part(BaseModel):

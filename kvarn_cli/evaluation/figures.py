@@ -134,15 +134,15 @@ def _style(index: int) -> dict[str, Any]:
 def _context(report: "ErrorReport") -> Figure:
     """Attention error against context length, static and accumulated on one scale.
 
-    The scale follows the means: intervals over two or three windows are wide and may leave it.
+    Intervals over two windows say nothing (t is 12.7) and are left out; means set the scale.
     """
     figure = _figure(9, 3.6)
     static, accumulated = figure.subplots(1, 2, sharey=True)
     for index, result in enumerate(report.results):
         attention = result.attention
         if attention.static is not None:
-            _draw_context(static, attention.static, index, result.method)
-        _draw_context(accumulated, attention.accumulated, index, result.method)
+            _draw_context(static, attention.static, index, result)
+        _draw_context(accumulated, attention.accumulated, index, result)
     static.set(title="static: each layer's own error", ylabel="attention MAE")
     accumulated.set(title="accumulated: as in decoding")
     top = max(
@@ -155,13 +155,15 @@ def _context(report: "ErrorReport") -> Figure:
     return figure
 
 
-def _draw_context(axes: Axes, errors: "AttentionErrors", index: int, label: str) -> None:
+def _draw_context(
+    axes: Axes, errors: "AttentionErrors", index: int, result: "MethodResult"
+) -> None:
     first = next((n for n, block in enumerate(errors.by_context) if block.affected), 0)
     blocks = errors.by_context[first:]
     ends = [block.end for block in blocks]
-    axes.plot(ends, [block.mae for block in blocks], label=label, **_style(index))
+    axes.plot(ends, [block.mae for block in blocks], label=result.method, **_style(index))
     intervals = [block.interval for block in blocks]
-    if None not in intervals:
+    if result.num_windows > 2:
         low, high = zip(*(interval for interval in intervals if interval), strict=True)
         axes.fill_between(
             ends, low, high, color=_COLORS[index % len(_COLORS)], alpha=0.15, linewidth=0

@@ -18,7 +18,7 @@ SPECS = ("exact", "kvarn:k4v4_g32", "kvarn:k2v2_g32", "kivi:k2v2_g32")
 
 
 @cache
-def tiny_report(num_windows: int = 2) -> ErrorReport:
+def tiny_report(num_windows: int = 3) -> ErrorReport:
     """Four methods, both regimes, oracle, and made-up results of the tasks."""
     model = calm_model("llama", torch.float64)
     windows = random_tokens(300, batch=num_windows)
