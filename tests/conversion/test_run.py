@@ -168,7 +168,7 @@ def edit_tensors(folder, edit):
     ("tensor", "message"),
     [
         ("model.layers.1.self_attn.o_proj.weight", "o_proj.weight holds NaN or infinity"),
-        ("model.layers.1.mlp.up_proj.weight", "the model's logits are no numbers at 62 of 62"),
+        ("model.layers.1.mlp.up_proj.weight", "the model's logits are no numbers at"),
     ],
 )
 def test_weights_that_are_no_numbers_are_found(llama, tmp_path, short_validation, tensor, message):
