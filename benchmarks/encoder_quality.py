@@ -1,7 +1,7 @@
 """What the refined encoder gains, part by part, on three kinds of text.
 
     python benchmarks/encoder_quality.py MODEL [--preset k2v2_g128] [--per-kind 2]
-        [--sequence-length 768] [--cover-sliding] [--variant refined] [--variant factors=0.7:0.5,…]
+        [--sequence-length 768] [--cover-sliding] [--variant refined] [--variant key_shares=1:0.8,…]
 
 Accumulated pseudo-decode on windows of prose, code and worked mathematics. For every variant: mean
 KL divergence and attention MAE, both also relative to the reference encoder on the same windows,
@@ -29,7 +29,7 @@ from kvarn_cli.model.loading import load_model, load_tokenizer
 from kvarn_cli.quantization.hadamard import hadamard_matrix, rotate
 from kvarn_cli.quantization.methods import METHODS, KVarN, Method, parse_method
 from kvarn_cli.quantization.refined_encoder import (
-    RANGE_FACTORS,
+    RANGE_SHARES,
     Tokens,
     scale_tokens,
     search_ranges,
@@ -114,7 +114,9 @@ class Variant(KVarN):
     """The refined encoder with parts exchanged; nothing is packed.
 
     Attributes:
-        factors: shares of the row range, joined with `:`; empty for the encoder's own.
+        key_shares: shares of K's row ranges that are tried, joined with `:`; empty for the
+            encoder's own.
+        value_shares: the same of V.
         key_factor: what a K token's scale is multiplied by.
         value_factor: the same of a V token.
         refits: least-squares refits of row scale and zero point, with new codes, before that.
@@ -123,7 +125,8 @@ class Variant(KVarN):
 
     name: ClassVar[str] = "variant"
 
-    factors: str = ""
+    key_shares: str = ""
+    value_shares: str = ""
     key_factor: TokenFactor = "unbiased"
     value_factor: TokenFactor = "unbiased"
     refits: int = 0
@@ -138,21 +141,23 @@ class Variant(KVarN):
         )
         key_bits, value_bits = self.code_bits or self.key_bits, self.code_bits or self.value_bits
         decoded_keys = self._decoded(
-            key_tiles.transpose(-1, -2), key_bits, "columns", self.key_factor
+            key_tiles.transpose(-1, -2), key_bits, "columns", self.key_shares, self.key_factor
         ).transpose(-1, -2)
-        decoded_values = self._decoded(value_tiles, value_bits, "rows", self.value_factor)
+        decoded_values = self._decoded(
+            value_tiles, value_bits, "rows", self.value_shares, self.value_factor
+        )
         return (
             rotate(decoded_keys.flatten(-3, -2), hadamard),
             rotate(decoded_values.flatten(-3, -2), hadamard),
         )
 
-    def _decoded(self, tiles: Tensor, bits: int, tokens: Tokens, correction: TokenFactor) -> Tensor:
+    def _decoded(
+        self, tiles: Tensor, bits: int, tokens: Tokens, shares: str, correction: TokenFactor
+    ) -> Tensor:
         batch = tiles.reshape(-1, *tiles.shape[-2:])
         scales = variance_normalize(batch, self.settings)
-        factors = tuple(map(float, self.factors.split(":"))) if self.factors else None
-        quantized = search_ranges(
-            batch, scales, bits, factors or RANGE_FACTORS.get(bits, RANGE_FACTORS[2])
-        )
+        tried = tuple(map(float, shares.split(":"))) if shares else RANGE_SHARES[bits]
+        quantized = search_ranges(batch, scales, bits, tried)
         for _ in range(self.refits):
             quantized = _refitted(batch / quantized.column_scale, quantized, bits)
         factor = _token_factor(batch, quantized.dequantize(), tokens, correction)

@@ -3,8 +3,8 @@
 A record says how to decode, so an encoder is free in its codes and scales. This one differs from
 the reference encoder (`tile_record.quantize_tiles`) in two places:
 
-1. **Range search.** Each row's range is narrowed about its middle to the candidate with the least
-   squared error in the balanced tile. Clipping a few elements buys finer steps for the others.
+1. **Narrower ranges.** Each row's range is narrowed to a fixed share about its middle, unless that
+   costs squared error in the balanced tile. Clipping a few elements makes finer steps for the rest.
 2. **Unbiased tokens.** Narrowing shortens vectors, and attention lives on inner products. Each
    token's stored scale is multiplied by ‖x‖²/⟨x, x̂⟩, so that ⟨x, x̂⟩ = ‖x‖².
 
@@ -27,8 +27,8 @@ from kvarn_cli.settings import KVarNSettings
 Tokens = Literal["rows", "columns"]
 """What a token is in a tile: `columns` in K's, `rows` in V's."""
 
-RANGE_FACTORS = {2: (1.0, 0.8, 0.7, 0.6, 0.5), 4: (1.0, 0.95, 0.9, 0.85, 0.8, 0.7)}
-"""Shares of a row's range that are tried, by bits; with the full one the search can only gain."""
+RANGE_SHARES = {2: (1.0, 0.7), 4: (1.0, 0.9)}
+"""Shares of a row's range that are tried, by bits; with the full one the choice can only gain."""
 
 _SMALLEST_COSINE = 0.5
 _CHUNK_ELEMENTS = 1 << 18
@@ -53,7 +53,7 @@ def refine_tiles(
     step = max(_CHUNK_ELEMENTS // tiles.shape[-2:].numel(), 1)
     chunks = []
     for chunk, *of_chunk in zip(*(x.split(step) for x in (batch, *scales)), strict=True):
-        quantized = search_ranges(chunk, TileScales(*of_chunk), bits, RANGE_FACTORS[bits])
+        quantized = search_ranges(chunk, TileScales(*of_chunk), bits, RANGE_SHARES[bits])
         factor = unbiased_factor(chunk, quantized.dequantize(), tokens)
         chunks.append(scale_tokens(quantized, factor, tokens))
     codes, scale, zero_point, column_scale = (
@@ -69,7 +69,7 @@ def refine_tiles(
 
 
 def search_ranges(
-    tiles: Tensor, scales: TileScales, bits: int, factors: Sequence[float]
+    tiles: Tensor, scales: TileScales, bits: int, shares: Sequence[float]
 ) -> QuantizedTiles:
     """Round the rows of balanced tiles, each within the best of several ranges.
 
@@ -77,7 +77,7 @@ def search_ranges(
         tiles: [N, rows, columns], float32.
         scales: of their variance normalization.
         bits: bits of a code.
-        factors: shares of the range from a row's minimum to its maximum, about the middle; 1 gives
+        shares: of the range from a row's minimum to its maximum, about the middle; 1 gives
             the scale and zero point of the reference encoder.
 
     Returns:
@@ -94,9 +94,9 @@ def search_ranges(
     best_error = torch.full_like(low, torch.inf)
     best_zero = to_float16((low + half_range) * scales.row)
     best_scale = torch.zeros_like(best_zero)  # what remains of a row that is constant in float16
-    for factor in factors:
-        scale = to_float16(full_scale * factor)
-        zero_point = to_float16((low + (1 - factor) * half_range) * scales.row)
+    for share in shares:
+        scale = to_float16(full_scale * share)
+        zero_point = to_float16((low + (1 - share) * half_range) * scales.row)
         _scale_rows(balanced, scale, zero_point, out=work)
         errors = torch.round(work, out=codes).clamp_(0, levels).sub_(work)
         row_error = torch.linalg.vector_norm(errors, dim=-1, keepdim=True) * scale

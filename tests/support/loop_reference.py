@@ -111,7 +111,7 @@ def nearest_code(number, scale, zero, bits):
     return min(max(round((number - zero) / scale), 0), 2**bits - 1) if scale > 0 else 0
 
 
-def refine(tile, bits, iterations, factors, tokens):
+def refine(tile, bits, iterations, shares, tokens):
     """What the refined encoder gives for a tile whose tokens are its "rows" or "columns"."""
     row_scale, column_scale, _ = normalize(tile, iterations)
     columns = [rounded_to_half(s) for s in column_scale]
@@ -122,9 +122,9 @@ def refine(tile, bits, iterations, factors, tokens):
         low, width = min(normalized), max(normalized) - min(normalized)
         least = math.inf
         best = ([0] * len(row), 0.0, rounded_to_half((low + width / 2) * s_row))
-        for factor in factors:
-            scale = rounded_to_half(factor * width / (2**bits - 1) * s_row)
-            zero = rounded_to_half((low + (1 - factor) * width / 2) * s_row)
+        for share in shares:
+            scale = rounded_to_half(share * width / (2**bits - 1) * s_row)
+            zero = rounded_to_half((low + (1 - share) * width / 2) * s_row)
             row_codes = [nearest_code(x, scale, zero, bits) for x in balanced]
             error = sum(
                 (q * scale + zero - x) ** 2 for q, x in zip(row_codes, balanced, strict=True)
