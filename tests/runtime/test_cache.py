@@ -66,7 +66,7 @@ def test_the_refined_encoder_packs_in_the_cache_as_in_one_pass(llama: PreTrained
     reference = one_pass_logits(llama, tokens, method_of(SETTINGS[1]))
     exact = exact_logits(llama, tokens)
     assert largest_difference(stepped, one_pass) <= 1e-4
-    assert (one_pass - exact).norm() < 0.9 * (reference - exact).norm()
+    assert (one_pass - exact).norm() < 0.95 * (reference - exact).norm()
 
 
 @pytest.mark.parametrize("step_tokens", [50, 64, 200])
