@@ -120,17 +120,18 @@ def refine(tile, bits, iterations, shares, tokens):
         normalized = [x / (s_row * s_col) for x, s_col in zip(row, column_scale, strict=True)]
         balanced = [x / s for x, s in zip(row, columns, strict=True)]
         low, width = min(normalized), max(normalized) - min(normalized)
-        least = math.inf
+        least, allowed = math.inf, math.inf
         best = ([0] * len(row), 0.0, rounded_to_half((low + width / 2) * s_row))
         for share in shares:
             scale = rounded_to_half(share * width / (2**bits - 1) * s_row)
             zero = rounded_to_half((low + (1 - share) * width / 2) * s_row)
             row_codes = [nearest_code(x, scale, zero, bits) for x in balanced]
-            error = sum(
-                (q * scale + zero - x) ** 2 for q, x in zip(row_codes, balanced, strict=True)
-            )
-            if scale > 0 and error < least:
-                least, best = error, (row_codes, scale, zero)
+            errors = [q * scale + zero - x for q, x in zip(row_codes, balanced, strict=True)]
+            squares, cubes = sum(e * e for e in errors), sum(abs(e) ** 3 for e in errors)
+            if scale > 0 and cubes < least and squares <= allowed:
+                least, best = cubes, (row_codes, scale, zero)
+            if share == shares[0] and scale > 0:
+                allowed = squares
         codes.append(best[0])
         scales.append(best[1])
         zeros.append(best[2])
