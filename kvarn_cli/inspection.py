@@ -130,8 +130,10 @@ def inspect_model(
     if extras.retrieval_lines:
         lookup = lookup_task(config, tokenizer, extras.retrieval_lines, text.seed)
     fetch_weights(source, token=token, cache_dir=cache_dir)
+    report("loading the model", 0, 1)
     with loadable_folder(open_checkpoint(source.folder)) as folder:
         model = load_model(folder, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+    report("loading the model", 1, 1)
     check_token_ids(model, windows)
     rotation = _matrix(block.rotations.value) if block and fused else None
     covered = block.layers.covered if block else None

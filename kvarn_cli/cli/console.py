@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +24,7 @@ INTERRUPTED = 128 + signal.SIGINT
 TERMINATED = 128 + signal.SIGTERM
 
 _PIPE_COLUMNS = 100
+_LINE_SECONDS = 10
 _CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
@@ -127,7 +129,7 @@ class Console:
 
     @contextmanager
     def progress(self) -> Iterator[Report]:
-        """A bar per stage on a terminal, a line per stage elsewhere.
+        """A bar per stage on a terminal; elsewhere a line per stage, and one now and then.
 
         The bars start with the first stage: what comes before it, such as a download, may have
         bars of its own.
@@ -136,13 +138,20 @@ class Console:
         live = self._err.is_terminal and not self._err.is_dumb_terminal and not self.quiet
         columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
         bars = Progress(*columns, console=self._err, disable=not live)
+        last_line = time.monotonic()
 
         def report(stage: str, done: int, total: int) -> None:
+            nonlocal last_line
+            line = ""
             if stage not in stages:
                 bars.start()
                 stages[stage] = bars.add_task(stage, total=total)
-                if not live:
-                    self.note(f"{stage} ...")
+                line = f"{stage} ..."
+            elif time.monotonic() - last_line > _LINE_SECONDS:
+                line = f"{stage} {done / max(total, 1):.0%}"
+            if line and not live:
+                last_line = time.monotonic()
+                self.note(line)
             bars.update(stages[stage], completed=done, total=total)
 
         try:

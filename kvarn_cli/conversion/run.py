@@ -122,9 +122,9 @@ def _check_fusion(
 ) -> tuple[ProofRecord | None, tuple[str, ...]]:
     if plan.layout is None or plan.proof is None:
         return None, ()
-    report("checking the weights", 0, 1)
-    check = check_weights(plan.layout, plan.read, lambda name: rotations[name](plan.read(name)))
-    report("checking the weights", 1, 1)
+    check = check_weights(
+        plan.layout, plan.read, lambda name: rotations[name](plan.read(name)), report=report
+    )
     record = ProofRecord(
         instance_difference=plan.proof.largest_difference,
         instance_tolerance=plan.proof.tolerance,
@@ -140,6 +140,7 @@ def _validate(
     validation = plan.validation
     if validation is None or plan.windows is None:
         return None
+    report("loading the model", 0, 1)
     with loadable_folder(plan.checkpoint) as folder:
         model = load_model(
             folder,
@@ -147,6 +148,7 @@ def _validate(
             device=validation.device,
             trust_remote_code=plan.trust_remote_code,
         )
+    report("loading the model", 1, 1)
     check_token_ids(model, plan.windows)
     fused_weights = {
         plan.parameters[name]: rotate(plan.read(name)) for name, rotate in rotations.items()

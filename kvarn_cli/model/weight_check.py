@@ -44,10 +44,12 @@ from torch import Tensor
 from kvarn_cli.errors import UnsupportedModelError
 from kvarn_cli.model.fusion import tensor_rotations
 from kvarn_cli.model.layout import ONLINE_HINT, AttentionLayer, ModelLayout
+from kvarn_cli.progress import Report, silent
 
 ALLOWED_ROUNDING = 4.0
 LARGEST_ROUNDING = 0.02
 
+_STAGE = "checking the weights"
 _NUM_PROBES = 16
 _SEED = 20_260_603
 
@@ -73,7 +75,11 @@ class WeightCheck:
 
 
 def check_weights(
-    layout: ModelLayout, read: TensorReader, read_fused: TensorReader | None = None
+    layout: ModelLayout,
+    read: TensorReader,
+    read_fused: TensorReader | None = None,
+    *,
+    report: Report = silent,
 ) -> WeightCheck:
     """Compare V and O before and after the fusion, layer by layer.
 
@@ -82,6 +88,7 @@ def check_weights(
         read: from a tensor's name to the original tensor.
         read_fused: the same for the fused tensor, for example from the written checkpoint;
             default: what `tensor_rotations` makes of the original.
+        report: told after each layer.
 
     Raises:
         UnsupportedModelError: a head's output changed by more than rounding explains, or
@@ -89,7 +96,11 @@ def check_weights(
     """
     if read_fused is None:
         read_fused = _fused_reader(layout, read)
-    checks = [_check_layer(layer, read, read_fused) for layer in layout.layers]
+    checks = []
+    report(_STAGE, 0, len(layout.layers))
+    for layer in layout.layers:
+        checks.append(_check_layer(layer, read, read_fused))
+        report(_STAGE, len(checks), len(layout.layers))
     worst = max(checks, key=lambda check: check.largest_change)
     return WeightCheck(
         largest_change=worst.largest_change,

@@ -108,3 +108,17 @@ def test_an_unexpected_error_keeps_its_traceback_and_gives_a_document(capsys):
     assert json.loads(out)["error"]["exit_code"] == 1
     assert "error: unexpected ZeroDivisionError: division by zero" in err
     assert "hint: please report this" in err
+
+
+def test_long_work_shows_in_a_pipe_that_it_goes_on(monkeypatch, capfd):
+    now = 0.0
+    monkeypatch.setattr("kvarn_cli.cli.console.time.monotonic", lambda: now)
+    with Console(as_json=False, quiet=False).progress() as report:
+        for done in range(8):
+            report("validating", done, 8)
+            now += 4
+    assert capfd.readouterr().err.splitlines() == [
+        "validating ...",
+        "validating 38%",
+        "validating 75%",
+    ]

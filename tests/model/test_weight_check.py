@@ -162,3 +162,13 @@ def test_nan_is_refused_by_name():
     checkpoint.tensors[checkpoint.value_bias][5] = float("nan")
     with pytest.raises(CheckpointError, match=r"v_proj\.bias holds NaN"):
         check_weights(checkpoint.layout, checkpoint.read)
+
+
+def test_each_layer_is_reported():
+    checkpoint = Checkpoint(dtype=torch.float32)
+    seen = []
+    check_weights(
+        checkpoint.layout, checkpoint.read, report=lambda stage, *count: seen.append((stage, count))
+    )
+    layers = len(checkpoint.layout.layers)
+    assert seen == [("checking the weights", (done, layers)) for done in range(layers + 1)]
