@@ -122,6 +122,18 @@ class Application(_Block):
     inverse: bool = False
 
 
+class RotatedTensor(_Block):
+    """Where the channels of heads lie in a tensor that holds a fused rotation.
+
+    Along `axis`, the `head_dim` channels of each head, as a row vector, were multiplied by R.
+    """
+
+    axis: Literal[0, 1] = Field(description="0: rows are channels of heads; 1: columns are")
+    first_channels: list[Annotated[int, Field(ge=0)]] = Field(
+        description="first channel of each head along that axis"
+    )
+
+
 class Rotation(_Block):
     """One orthonormal matrix R = H · diag(signs), acting on row vectors: x ↦ x R."""
 
@@ -139,6 +151,18 @@ class Rotation(_Block):
         description="fused: already in the weights; online: the engine applies it"
     )
     apply: list[Application]
+    tensors: dict[str, RotatedTensor] = Field(
+        default={}, description="every tensor that a fused rotation changed, by name"
+    )
+    not_fused: str | None = Field(
+        default=None, description="why the rotation is online although fusing was tried"
+    )
+
+    @model_validator(mode="after")
+    def _tensors_hold_what_is_fused(self) -> Self:
+        if bool(self.tensors) != (self.where == "fused"):
+            raise ValueError("tensors must be listed where the rotation is fused, and only there")
+        return self
 
     @model_validator(mode="after")
     def _one_sign_per_channel(self) -> Self:

@@ -30,6 +30,7 @@ class OutputDtype(StrEnum):
 class RotationPlace(StrEnum):
     """Where V's rotation happens."""
 
+    auto = "auto"
     fused = "fused"
     online = "online"
 
@@ -59,8 +60,11 @@ def convert(
     ] = EncoderName.reference,
     rotation: Annotated[
         RotationPlace,
-        typer.Option(help="fused: V's rotation goes into W_V and W_O; online: no weight changes."),
-    ] = RotationPlace.fused,
+        typer.Option(
+            help="fused: V's rotation goes into W_V and W_O, or the model is refused; online: no "
+            "weight changes; auto: fused where that is proven to change nothing, else online."
+        ),
+    ] = RotationPlace.auto,
     dtype: Annotated[
         OutputDtype,
         typer.Option(help="Of the written weights: float16 for engines that want it."),
@@ -186,13 +190,16 @@ def _thresholds(**limits: float) -> "Thresholds":
 def _show_plan(console: Console, plan: "ConversionPlan", summary: dict[str, Any]) -> None:
     settings, cache = plan.settings, plan.cache
     where = f"fused into {len(plan.rotated_tensors)} tensors" if plan.layout else "online"
+    if plan.not_fused is not None:
+        where += f", not fused: {plan.not_fused}"
     per_token = summary["cache_bytes_per_token"]
     lines = {
         "model": f"{plan.source.name} ({summary['architecture']})",
         "cache": f"{settings.cache_dtype}, {summary['record_bytes']:,} bytes a record, "
         f"{summary['bits_per_element']:.4g} bits an element, {settings.encoder} encoder",
-        "layers": f"{len(cache.covered)} of {cache.num_layers} covered, "
-        f"{cache.num_kv_heads} KV heads of {cache.head_dim}",
+        "layers": f"{len(cache.covered)} of {len(cache.covered) + len(cache.left_out)} covered, "
+        f"{' or '.join(map(str, sorted(set(cache.kv_heads.values()))))} KV heads of "
+        f"{cache.head_dim}",
         "rotation of V": where,
         "weights": f"{len(plan.checkpoint.shards)} files, {plan.checkpoint.shard_bytes:,} bytes; "
         f"{summary['bytes_rotated']:,} of them change",

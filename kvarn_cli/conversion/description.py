@@ -13,10 +13,11 @@ from kvarn_cli.metadata import (
     Layers,
     LeftOutLayer,
     ProofRecord,
+    RotatedTensor,
     Rotation,
     Rotations,
 )
-from kvarn_cli.model.layout import ModelLayout
+from kvarn_cli.model.layout import HeadSlices, ModelLayout
 from kvarn_cli.quantization.hadamard import bent_signs
 
 _ATTENTION = r"(?:self_)?att(?:ention|n)"
@@ -54,7 +55,7 @@ def describe(
                     Application(targets=attention, location="k_cache"),
                 ],
             ),
-            value=_fused_value_rotation(plan.layout, head_dim)
+            value=_fused_value_rotation(plan.layout)
             if plan.layout
             else Rotation(
                 signs=None,
@@ -64,6 +65,7 @@ def describe(
                     Application(targets=attention, location="v_cache"),
                     Application(targets=output, location="input", inverse=True),
                 ],
+                not_fused=plan.not_fused,
             ),
         ),
         proof=proof,
@@ -87,29 +89,34 @@ def _covered_modules(plan: ConversionPlan) -> tuple[list[str], list[str]]:
     Their names where V and O are known; otherwise one regular expression over the usual names.
     """
     if plan.layout is not None:
-        output = [
-            layer.output_weight.removesuffix(".weight")
-            for layer in plan.layout.layers
-            if layer.index in plan.cache.covered
-        ]
-        return [name.rpartition(".")[0] for name in output], output
+        layers = [layer for layer in plan.layout.layers if layer.index in plan.cache.covered]
+        return [layer.module for layer in layers], [_module(layer.output) for layer in layers]
     attention_pattern, output_pattern = attention_patterns(plan.cache.covered)
     return [attention_pattern], [output_pattern]
 
 
-def _fused_value_rotation(layout: ModelLayout, head_dim: int) -> Rotation:
-    value_modules, output_modules = (
-        [name.removesuffix(".weight") for name in names]
-        for names in zip(
-            *((layer.value_weight, layer.output_weight) for layer in layout.layers), strict=True
-        )
-    )
+def _fused_value_rotation(layout: ModelLayout) -> Rotation:
+    value = [heads for layer in layout.layers for heads in layer.value]
+    output = [layer.output for layer in layout.layers]
     return Rotation(
-        signs="".join("+" if sign > 0 else "-" for sign in bent_signs(head_dim).tolist()),
-        head_dim=head_dim,
+        signs="".join("+" if sign > 0 else "-" for sign in bent_signs(layout.head_dim).tolist()),
+        head_dim=layout.head_dim,
         where="fused",
         apply=[
-            Application(targets=value_modules, location="weight_output"),
-            Application(targets=output_modules, location="weight_input", inverse=True),
+            Application(targets=_modules(value), location="weight_output"),
+            Application(targets=_modules(output), location="weight_input", inverse=True),
         ],
+        tensors={
+            heads.tensor: RotatedTensor(axis=heads.axis, first_channels=list(heads.starts))
+            for heads in (*value, *output)
+        },
     )
+
+
+def _modules(parts: Iterable[HeadSlices]) -> list[str]:
+    """Modules that own these tensors, each once."""
+    return list(dict.fromkeys(map(_module, parts)))
+
+
+def _module(part: HeadSlices) -> str:
+    return part.tensor.rpartition(".")[0]

@@ -1,6 +1,6 @@
 """From what a conversion changes in tensors to what the writer changes in bytes."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -8,9 +8,9 @@ from torch import Tensor
 
 from kvarn_cli.checkpoint.checkpoint import Checkpoint
 from kvarn_cli.checkpoint.safetensors_header import TensorInfo
-from kvarn_cli.checkpoint.shard_stream import Patch
+from kvarn_cli.checkpoint.shard_stream import ChangeRows, Patch
 from kvarn_cli.errors import UnsupportedModelError
-from kvarn_cli.model.fusion import tensor_rotations
+from kvarn_cli.model.fusion import TensorRotation, tensor_rotations
 from kvarn_cli.model.layout import FUSIBLE_DTYPES, ModelLayout
 from kvarn_cli.tensor_bytes import to_bytes, to_tensor
 
@@ -33,26 +33,24 @@ def conversion_patches(
                     change = partial(_cast, name, FUSIBLE_DTYPES[dtype])
                     patches[name] = Patch(_on_bytes(change), dtype=dtype, recorded=False)
     if layout is not None:
-        steps = row_steps(layout)
         torch_dtype = None if dtype is None else FUSIBLE_DTYPES[dtype]
         for name, rotate in tensor_rotations(layout, dtype=torch_dtype).items():
-            patches[name] = Patch(_on_bytes(rotate), steps[name], dtype)
+            whole = checkpoint.info(name)
+            patches[name] = Patch(_on_rows(rotate, whole), layout.row_step(name), dtype)
     return patches
-
-
-def row_steps(layout: ModelLayout) -> Mapping[str, int]:
-    """Rows that must be rotated together, by tensor: V's are those of a KV head."""
-    return {
-        name: layer.head_dim if name in layer.value_tensors else 1
-        for layer in layout.layers
-        for name in layer.tensors
-    }
 
 
 def _on_bytes(
     change: Callable[[Tensor], Tensor],
 ) -> Callable[[bytearray, TensorInfo], memoryview]:
     return lambda data, info: to_bytes(change(to_tensor(data, info)))
+
+
+def _on_rows(rotate: TensorRotation, whole: TensorInfo) -> ChangeRows:
+    row_bytes = whole.size_bytes // whole.shape[0]
+    return lambda data, info: to_bytes(
+        rotate(to_tensor(data, info), (info.start - whole.start) // row_bytes)
+    )
 
 
 def _cast(name: str, dtype: torch.dtype, tensor: Tensor) -> Tensor:

@@ -3,30 +3,41 @@
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from kvarn_cli.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from kvarn_cli.checkpoint.checkpoint import CONFIG_NAME, Checkpoint, open_checkpoint
 from kvarn_cli.checkpoint.output_folder import check_before_work
 from kvarn_cli.checkpoint.remote_headers import RemoteHeaders
 from kvarn_cli.checkpoint.source import Source, fetch_weights, resolve_source
+from kvarn_cli.checkpoint.strict_json import read_object
 from kvarn_cli.errors import UnsupportedModelError, UsageError
 from kvarn_cli.evaluation.calibration import CalibrationText
 from kvarn_cli.evaluation.rehearsal import rehearse
 from kvarn_cli.metadata import KVarNConfig, Thresholds
 from kvarn_cli.model.cache_layout import CacheLayout, find_cache_layout
-from kvarn_cli.model.layout import FUSIBLE_DTYPES, ModelLayout, check_dtypes, find_layout
+from kvarn_cli.model.cache_trace import TracedLayer, build_without_weights, trace_cache
+from kvarn_cli.model.layout import (
+    FUSIBLE_DTYPES,
+    ONLINE_HINT,
+    ModelLayout,
+    check_dtypes,
+    find_layout,
+)
 from kvarn_cli.model.loading import load_config, load_tokenizer
-from kvarn_cli.model.parameter_names import parameter_names
+from kvarn_cli.model.parameter_names import checkpoint_names
 from kvarn_cli.model.proof import Proof, prove_fusion
+from kvarn_cli.model.quantized_weights import quantized_format
 from kvarn_cli.settings import KVarNSettings
 from kvarn_cli.tensor_bytes import to_tensor
 
-RotationPlace = Literal["fused", "online"]
+RotationPlace = Literal["auto", "fused", "online"]
 Note = Callable[[str], None]
+_Found = TypeVar("_Found")
+_MODELOPT_NAME = "hf_quant_config.json"
 _OUTPUT_DTYPES = {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}
 
 
@@ -68,6 +79,7 @@ class ConversionPlan:
         cache: which layers the packed cache covers.
         layout: the tensors to rotate; None when V is rotated online and no weight changes.
         parameters: by tensor to rotate, the parameter that the model class loads it into.
+        not_fused: why V's rotation is not fused although it was to be where that is right.
         dtype: safetensors' name of the one that the output's plain floats get; None keeps theirs.
         proof: that rotating them changes nothing; None where there is no layout.
         output: the folder to write; None for a plan that is only looked at.
@@ -86,6 +98,7 @@ class ConversionPlan:
     cache: CacheLayout
     layout: ModelLayout | None
     parameters: Mapping[str, str]
+    not_fused: str | None
     dtype: str | None
     proof: Proof | None
     output: Path | None
@@ -104,8 +117,7 @@ class ConversionPlan:
     @property
     def rotated_tensors(self) -> tuple[str, ...]:
         """Names of the tensors that change."""
-        layers = self.layout.layers if self.layout else ()
-        return tuple(name for layer in layers for name in layer.tensors)
+        return self.layout.tensors if self.layout else ()
 
     def read(self, name: str) -> Tensor:
         """A tensor of the source, in its stored dtype."""
@@ -113,19 +125,19 @@ class ConversionPlan:
 
     def cache_bytes(self, sequence_length: int) -> int:
         """Bytes of the covered layers' packed cache for one sequence, sink and tail in 16 bits."""
-        heads = len(self.cache.covered) * self.cache.num_kv_heads
+        heads = self.cache.total_kv_heads
         return heads * self.settings.cache_bytes(sequence_length, self.cache.head_dim)
 
     def sixteen_bit_cache_bytes(self, sequence_length: int) -> int:
         """Bytes of the same layers' cache in float16."""
-        heads = len(self.cache.covered) * self.cache.num_kv_heads
+        heads = self.cache.total_kv_heads
         return heads * sequence_length * 2 * self.cache.head_dim * 2
 
     @property
     def packed_bytes_per_token(self) -> float:
         """Bytes of the covered layers' packed tiles for one of their tokens."""
-        heads = len(self.cache.covered) * self.cache.num_kv_heads
-        return heads * self.settings.record_bytes(self.cache.head_dim) / self.settings.group_size
+        record_bytes = self.settings.record_bytes(self.cache.head_dim)
+        return self.cache.total_kv_heads * record_bytes / self.settings.group_size
 
 
 def plan_conversion(
@@ -152,7 +164,8 @@ def plan_conversion(
     Args:
         model: local folder or Hub id.
         settings: of the quantizer.
-        rotation: whether V's rotation goes into the weights.
+        rotation: whether V's rotation goes into the weights; `auto` puts it there where that is
+            proven to change nothing, and leaves it to the engine elsewhere.
         dtype: float16, bfloat16 or float32: the output's plain floats get it; None keeps theirs.
         output: the folder to write; None for a plan that is only looked at.
         overwrite: whether the output may replace an earlier checkpoint.
@@ -181,21 +194,18 @@ def plan_conversion(
         check_before_work(source.folder, output, overwrite=overwrite)
     config = load_config(source.folder, trust_remote_code=trust_remote_code)
     _refuse_converted(config.to_dict(), source)
-    cache = find_cache_layout(config)
-    if not cache.covered:
-        raise UnsupportedModelError(
-            f"{source.name} has no layer whose cache grows with the sequence: "
-            f"{cache.left_out[0].reason}",
-            hint="its cache is small already; there is nothing to convert",
-        )
+    model_class = build_without_weights(config, trust_remote_code=trust_remote_code)
+    traced = trace_cache(model_class)
+    cache = find_cache_layout(config, traced)
     windows = None
     if validation is not None:
         tokenizer = load_tokenizer(source.folder, trust_remote_code=trust_remote_code)
         windows = validation.text.windows(tokenizer)
-    proof = None
-    if rotation == "fused":
-        note("Proving the fusion on a small random instance of the model")
-        proof = prove_fusion(config, trust_remote_code=trust_remote_code)
+    proof, layout, not_fused = None, None, None
+    if rotation != "online":
+        proof, not_fused = _unless_refused(
+            rotation, lambda: _prove(source, config, cache, trust_remote_code, note)
+        )
     if validation is not None:
         _rehearse_validation(config, trust_remote_code=trust_remote_code)
     remote = None
@@ -205,10 +215,12 @@ def plan_conversion(
         note("Downloading the weights, as far as they are not in the cache")
         fetch_weights(source, token=token, cache_dir=cache_dir)
     checkpoint = open_checkpoint(source.folder, remote)
-    layout, parameters = None, {}
-    if rotation == "fused":
-        layout = _find_layout(config, checkpoint)
-        parameters = parameter_names(config, layout, trust_remote_code=trust_remote_code)
+    if proof is not None:
+        arrangement = proof.arrangement
+        layout, not_fused = _unless_refused(
+            rotation,
+            lambda: _find_tensors(source, checkpoint, model_class, traced, cache, arrangement),
+        )
     if output_dtype is not None and checkpoint.config.get("quantization_config"):
         raise UnsupportedModelError(
             f"{source.name} has quantized weights, whose scales must keep their dtype",
@@ -220,10 +232,11 @@ def plan_conversion(
         config=config,
         settings=settings,
         cache=cache,
-        layout=layout,
-        parameters=parameters,
+        layout=layout[0] if layout else None,
+        parameters=layout[1] if layout else {},
+        not_fused=not_fused,
         dtype=output_dtype,
-        proof=proof,
+        proof=proof if layout else None,
         output=output,
         overwrite=overwrite,
         validation=validation,
@@ -262,8 +275,61 @@ def _rehearse_validation(config: PreTrainedConfig, *, trust_remote_code: bool) -
         ) from error
 
 
-def _find_layout(config: PreTrainedConfig, checkpoint: Checkpoint) -> ModelLayout:
+def _unless_refused(
+    rotation: RotationPlace, step: Callable[[], _Found]
+) -> tuple[_Found | None, str | None]:
+    """What a step of the fusion found, or why V's rotation is left to the engine."""
+    try:
+        return step(), None
+    except UnsupportedModelError as error:
+        if rotation == "fused":
+            raise
+        return None, str(error)
+
+
+def _prove(
+    source: Source,
+    config: PreTrainedConfig,
+    cache: CacheLayout,
+    trust_remote_code: bool,
+    note: Note,
+) -> Proof:
+    _refuse_quantized(source.folder, {})
+    note("Proving the fusion on a small random instance of the model")
+    return prove_fusion(config, cache.head_dim, trust_remote_code=trust_remote_code)
+
+
+def _find_tensors(
+    source: Source,
+    checkpoint: Checkpoint,
+    model: PreTrainedModel,
+    traced: Mapping[int, TracedLayer],
+    cache: CacheLayout,
+    arrangement: str,
+) -> tuple[ModelLayout, dict[str, str]]:
+    """The tensors to rotate, and the parameter that each is loaded into."""
     infos = {name: checkpoint.info(name) for name in checkpoint.weight_map}
-    layout = find_layout(config, {name: info.shape for name, info in infos.items()})
-    check_dtypes(layout, {name: info.dtype for name, info in infos.items()})
-    return layout
+    dtypes = {name: info.dtype for name, info in infos.items()}
+    _refuse_quantized(source.folder, dtypes)
+    layout = find_layout(model, traced, cache.head_dim, arrangement)
+    names = checkpoint_names(model, layout, {name: info.shape for name, info in infos.items()})
+    layout = layout.renamed(names)
+    check_dtypes(layout, dtypes)
+    return layout, {tensor: parameter for parameter, tensor in names.items()}
+
+
+def _refuse_quantized(folder: Path, dtypes: Mapping[str, str]) -> None:
+    found = quantized_format(_described_weights(folder), dtypes)
+    if found is not None:
+        raise UnsupportedModelError(
+            f"the weights are quantized already: {found}",
+            hint=f"fuse the unquantized checkpoint and quantize the result, or {ONLINE_HINT}",
+        )
+
+
+def _described_weights(folder: Path) -> dict[str, object]:
+    """config.json, with ModelOpt's own file where it describes the weights."""
+    described = read_object(folder / CONFIG_NAME)
+    if (folder / _MODELOPT_NAME).is_file():
+        described["quantization_config"] = read_object(folder / _MODELOPT_NAME)
+    return described

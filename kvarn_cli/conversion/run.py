@@ -19,6 +19,7 @@ from kvarn_cli.model.fusion import TensorRotation, tensor_rotations
 from kvarn_cli.model.loading import check_token_ids, load_model
 from kvarn_cli.model.weight_check import check_weights
 from kvarn_cli.progress import Report, silent
+from kvarn_cli.quantization.hadamard import fused_rotation
 from kvarn_cli.verification.folder import read_metadata
 
 _SHOWN = "checks and validation"
@@ -153,7 +154,14 @@ def _validate(
     fused_weights = {
         plan.parameters[name]: rotate(plan.read(name)) for name, rotate in rotations.items()
     }
-    engines = validate(model, plan.windows, plan.settings, fused_weights, report)
+    engines = validate(
+        model,
+        plan.windows,
+        plan.settings,
+        fused_weights,
+        report,
+        fused_rotation=fused_rotation(plan.layout.head_dim) if plan.layout else None,
+    )
     return Calibration(
         dataset=validation.text.name,
         num_samples=validation.text.num_samples,

@@ -13,9 +13,7 @@ from kvarn_cli.evaluation.metrics import summarize
 from kvarn_cli.evaluation.pseudo_decode import WindowErrors, pseudo_decode, record_exact
 from kvarn_cli.metadata import EngineErrors
 from kvarn_cli.progress import Report
-from kvarn_cli.quantization.hadamard import fused_rotation
 from kvarn_cli.quantization.methods import KVarN
-from kvarn_cli.runtime.coverage import attention_head_dim
 from kvarn_cli.settings import Encoder, KVarNSettings
 
 Engine = Literal["honours_marker", "rotates_again", "online"]
@@ -29,6 +27,8 @@ def validate(
     settings: KVarNSettings,
     fused_weights: Mapping[str, Tensor],
     report: Report,
+    *,
+    fused_rotation: Tensor | None = None,
 ) -> list[EngineErrors]:
     """Measure the converted model on each kind of engine against the original.
 
@@ -42,6 +42,7 @@ def validate(
         fused_weights: the converted model's parameters that differ from the original's, by name;
             empty when V is rotated online.
         report: told about progress.
+        fused_rotation: R that these weights hold, [head_dim, head_dim].
 
     Returns:
         Errors on an engine that honours the marker and on one that rotates V again; or, without
@@ -49,7 +50,6 @@ def validate(
         `settings` name another).
     """
     engines = _engines(settings, fused=bool(fused_weights))
-    rotation = fused_rotation(attention_head_dim(model.config)) if fused_weights else None
     measured: list[list[WindowErrors]] = [[] for _ in engines]
     runs = 1 + len(engines)
     report(_STAGE, 0, len(windows) * runs)
@@ -58,7 +58,7 @@ def validate(
         report(_STAGE, number * runs + 1, len(windows) * runs)
         with _swapped(model, fused_weights):
             for index, (_, method) in enumerate(engines):
-                errors = pseudo_decode(model, exact, method, fused_rotation=rotation)
+                errors = pseudo_decode(model, exact, method, fused_rotation=fused_rotation)
                 measured[index].append(errors)
                 report(_STAGE, number * runs + index + 2, len(windows) * runs)
     return [

@@ -1,26 +1,18 @@
-"""Which layers have a KV cache, and of what width, as the configuration says.
+"""Which layers have a KV cache to quantize, and of what width.
 
 This is all that the *online* rotation needs, so it holds for any layout of the weights, quantized
 weights too. What the *fused* rotation needs on top is in `layout`.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from transformers import PreTrainedConfig
 
 from kvarn_cli.errors import UnsupportedModelError
-from kvarn_cli.runtime.coverage import (
-    architecture_of,
-    attention_head_dim,
-    covered_layers,
-    left_out_layers,
-    positive_number,
-)
-
-_OTHER_STRUCTURES = {
-    "text_config": "the language model's configuration is nested",
-    "is_encoder_decoder": "the model has an encoder and cross-attention",
-}
+from kvarn_cli.model.cache_trace import TracedLayer
+from kvarn_cli.runtime.coverage import architecture_of, covered_layers, left_out_layers
+from kvarn_cli.settings import HEAD_DIMS
 
 
 @dataclass(frozen=True)
@@ -36,53 +28,73 @@ class CacheLayout:
     """Which layers have a KV cache to quantize, and its shape.
 
     Attributes:
-        num_layers: decoder layers.
-        num_heads: query heads of a layer.
-        num_kv_heads: KV heads of a layer.
         head_dim: channels of a head.
-        covered: indices of the layers that attend to the whole context.
+        kv_heads: heads that are cached, by index of each layer that attends to the whole context.
         left_out: the other layers.
     """
 
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
     head_dim: int
-    covered: tuple[int, ...]
+    kv_heads: Mapping[int, int]
     left_out: tuple[LeftOutLayer, ...]
 
+    @property
+    def covered(self) -> tuple[int, ...]:
+        """Indices of the layers whose cache is quantized."""
+        return tuple(self.kv_heads)
 
-def find_cache_layout(config: PreTrainedConfig) -> CacheLayout:
-    """Read which layers have a KV cache, and its head width, from a configuration.
+    @property
+    def total_kv_heads(self) -> int:
+        """KV heads of all covered layers together."""
+        return sum(self.kv_heads.values())
+
+
+def find_cache_layout(config: PreTrainedConfig, traced: Mapping[int, TracedLayer]) -> CacheLayout:
+    """Join what the configuration says of the layers with what was seen to be cached.
 
     Args:
         config: as transformers reads config.json.
+        traced: from `trace_cache`, of a model with this configuration.
 
     Raises:
-        UnsupportedModelError: the cache is of a kind or width that no KVarN cache takes.
+        UnsupportedModelError: there is no KV cache that grows with the sequence, or one of a kind
+            or width that no KVarN cache takes.
     """
-    for key, meaning in _OTHER_STRUCTURES.items():
-        if getattr(config, key, None):
-            raise UnsupportedModelError(
-                f"{architecture_of(config)} has {key} in its configuration: {meaning}",
-                hint="supported are plain decoders, such as Llama, Mistral, Qwen2 and Qwen3",
-            )
+    left_out = left_out_layers(config)
     covered = covered_layers(config)
-    num_heads = positive_number(config, "num_attention_heads")
-    num_kv_heads = num_heads
-    if getattr(config, "num_key_value_heads", None) is not None:
-        num_kv_heads = positive_number(config, "num_key_value_heads")
-    if num_heads % num_kv_heads:
+    left_out |= {index: "it caches nothing" for index in covered if index not in traced}
+    layers = {index: traced[index] for index in covered if index in traced}
+    if not layers:
+        reason = next(iter(left_out.values()), "it has no attention layers")
         raise UnsupportedModelError(
-            f"{num_heads} query heads cannot share {num_kv_heads} KV heads evenly"
+            f"{architecture_of(config)} has no layer whose cache grows with the sequence: {reason}",
+            hint="its cache is small already; there is nothing to convert",
         )
     return CacheLayout(
-        num_layers=config.num_hidden_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=attention_head_dim(config),
-        covered=covered,
-        left_out=tuple(
-            LeftOutLayer(index, reason) for index, reason in left_out_layers(config).items()
-        ),
+        head_dim=_common_width(config, layers),
+        kv_heads={index: layer.num_kv_heads for index, layer in layers.items()},
+        left_out=tuple(LeftOutLayer(index, left_out[index]) for index in sorted(left_out)),
     )
+
+
+def _common_width(config: PreTrainedConfig, layers: Mapping[int, TracedLayer]) -> int:
+    first, width = next((index, layer.key_width) for index, layer in layers.items())
+    for index, layer in layers.items():
+        if layer.key_width != layer.value_width:
+            raise UnsupportedModelError(
+                f"layer {index} of {architecture_of(config)} caches keys {layer.key_width} and "
+                f"values {layer.value_width} wide; a KVarN record holds both in one width"
+            )
+        if layer.key_width != width:
+            raise UnsupportedModelError(
+                f"{architecture_of(config)} has heads {width} wide in layer {first} and "
+                f"{layer.key_width} wide in layer {index}; KVarN caches take one width"
+            )
+    if width not in HEAD_DIMS:
+        distance = min(abs(known - width) for known in HEAD_DIMS)
+        nearest = " or ".join(str(known) for known in HEAD_DIMS if abs(known - width) == distance)
+        raise UnsupportedModelError(
+            f"head_dim is {width}; KVarN caches take {', '.join(map(str, HEAD_DIMS))}",
+            hint=f"nearest is a model with head_dim {nearest}; --rotation online does not help, "
+            "since K is rotated by a Hadamard matrix of the same width",
+        )
+    return width

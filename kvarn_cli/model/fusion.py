@@ -21,84 +21,119 @@ for each KV head h and each query head q,
 
     W_V'[h] = Rᵀ W_V[h]        b_V'[h] = Rᵀ b_V[h]        W_O'[:, q] = W_O[:, q] R
 
-and no other tensor changes: b_O is added after W_O, Q and K do not meet V. It holds only while
-nothing but a mixing of rows happens between V and W_O. A gate or a norm over channels there does
-not commute with R; `layout` refuses what it does not know and `proof` tests the rest.
+and no other tensor changes: b_O is added after W_O, Q and K do not meet V. All three are one
+operation: along the axis that holds the channels of heads, each head's channels, as a row
+vector, are multiplied by R from the right. So a layer that stores its weights transposed, or V's
+rows between those of Q and K, only has its heads in another place.
+
+It holds only while nothing but a mixing of rows happens between V and W_O. A gate or a norm over
+channels there does not commute with R; `proof` finds that out.
 
 Source: QuaRot (arXiv 2404.00456), section 4; KVarN (arXiv 2606.03458) for the cache.
 """
 
-from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from kvarn_cli.errors import CheckpointError, UnsupportedModelError
-from kvarn_cli.model.layout import FUSIBLE_DTYPES, ONLINE_HINT, ModelLayout
+from kvarn_cli.model.layout import FUSIBLE_DTYPES, ONLINE_HINT, HeadSlices, ModelLayout
 from kvarn_cli.quantization.hadamard import fused_rotation, rotate
 
-TensorRotation = Callable[[Tensor], Tensor]
 
-_OUTPUT_ROWS = 1024
+class TensorRotation(Protocol):
+    """From some rows of a tensor to the same rows, rotated."""
+
+    def __call__(self, rows: Tensor, first_row: int = 0) -> Tensor:
+        """Rotate rows.
+
+        Args:
+            rows: whole rows of the tensor, in order, starting and ending between two heads.
+            first_row: index of the first one in the tensor.
+
+        Returns:
+            Shape of `rows`.
+
+        Raises:
+            CheckpointError: the rows hold NaN or infinity.
+            UnsupportedModelError: their dtype is no plain float, or they overflow it when rotated.
+        """
+        ...
 
 
-def rotate_value_weight(
-    weight: Tensor, rotation: Tensor, dtype: torch.dtype | None = None
+def rotate_heads(
+    rows: Tensor,
+    heads: HeadSlices,
+    rotation: Tensor,
+    *,
+    first_row: int = 0,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """W_V'[h] = Rᵀ W_V[h] for every KV head h.
+    """Multiply each head's channels by R from the right; all other entries keep their values.
 
     Args:
-        weight: [num_kv_heads * head_dim, hidden_size], any float dtype.
+        rows: some rows of the tensor that `heads` describes, any float dtype.
+        heads: where the heads lie in the whole tensor.
         rotation: R, [head_dim, head_dim].
-        dtype: of the result; None is that of `weight`.
+        first_row: index of the first row in the whole tensor.
+        dtype: of the result; None is that of `rows`.
 
     Returns:
-        Shape of `weight`; computed in float32 (float64 stays) and rounded once.
+        Shape of `rows`; computed in float32 (float64 stays) and rounded once.
     """
-    heads = weight.unflatten(0, (-1, len(rotation)))
-    return torch.cat([rotate(head.T, rotation).T.to(dtype or weight.dtype) for head in heads])
+    vectors = rotate(take_heads(rows, heads, first_row), rotation)
+    return put_heads(rows.to(dtype or rows.dtype, copy=True), heads, vectors, first_row)
 
 
-def rotate_value_bias(bias: Tensor, rotation: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """b_V'[h] = Rᵀ b_V[h] for every KV head h.
+def take_heads(rows: Tensor, heads: HeadSlices, first_row: int = 0) -> Tensor:
+    """The channels of each head as row vectors.
 
     Args:
-        bias: [num_kv_heads * head_dim], any float dtype.
-        rotation: R, [head_dim, head_dim].
-        dtype: of the result; None is that of `bias`.
+        rows: some rows of the tensor that `heads` describes, [rows, columns] or [rows].
+        heads: where the heads lie in the whole tensor.
+        first_row: index of the first row in the whole tensor.
 
     Returns:
-        Shape of `bias`; computed in float32 (float64 stays) and rounded once.
+        [heads, other axis, head_dim], or [heads, head_dim] of a bias; dtype of `rows`.
     """
-    heads = bias.unflatten(0, (-1, len(rotation)))
-    return rotate(heads, rotation).flatten().to(dtype or bias.dtype)
+    parts = [
+        rows.narrow(heads.axis, start, heads.head_dim).movedim(heads.axis, -1)
+        for start in _starts(rows, heads, first_row)
+    ]
+    empty = rows.new_empty(0, *rows.movedim(heads.axis, -1).shape[:-1], heads.head_dim)
+    return torch.stack(parts) if parts else empty
 
 
-def rotate_output_weight(
-    weight: Tensor, rotation: Tensor, dtype: torch.dtype | None = None
-) -> Tensor:
-    """W_O'[:, q] = W_O[:, q] R for every query head q.
+def put_heads(rows: Tensor, heads: HeadSlices, vectors: Tensor, first_row: int = 0) -> Tensor:
+    """Write the channels of each head back, in place.
 
     Args:
-        weight: [hidden_size, num_heads * head_dim], any float dtype.
-        rotation: R, [head_dim, head_dim].
-        dtype: of the result; None is that of `weight`.
+        rows: as for `take_heads`; they are changed.
+        heads: as for `take_heads`.
+        vectors: what `take_heads` gave, or other values for it, in any float dtype.
+        first_row: as for `take_heads`.
 
     Returns:
-        Shape of `weight`; computed in float32 (float64 stays) and rounded once.
+        `rows`.
     """
-    dtype = dtype or weight.dtype
-    blocks = weight.unflatten(1, (-1, len(rotation))).split(_OUTPUT_ROWS)
-    return torch.cat([rotate(block, rotation).flatten(1).to(dtype) for block in blocks])
+    for start, head in zip(_starts(rows, heads, first_row), vectors, strict=True):
+        rows.narrow(heads.axis, start, heads.head_dim).copy_(head.movedim(-1, heads.axis))
+    return rows
+
+
+def _starts(rows: Tensor, heads: HeadSlices, first_row: int) -> list[int]:
+    """First channels, within these rows, of the heads that lie in them."""
+    offset = first_row if heads.axis == 0 else 0
+    channels = range(offset, offset + rows.shape[heads.axis])
+    return [start - offset for start in heads.starts if start in channels]
 
 
 def tensor_rotations(
     layout: ModelLayout, rotation: Tensor | None = None, *, dtype: torch.dtype | None = None
 ) -> dict[str, TensorRotation]:
     """What happens to each tensor that the fused rotation changes.
-
-    A tensor may also be rotated in blocks: V's of whole KV heads, O's of any rows.
 
     Args:
         layout: where V and O live.
@@ -107,48 +142,43 @@ def tensor_rotations(
         dtype: of the rotated tensors, rounded to it once; None is each tensor's own.
 
     Returns:
-        By tensor name, a function from the tensor to its rotated copy of the same shape. It
-        raises `CheckpointError` for NaN or infinity in the tensor and `UnsupportedModelError`
-        when its dtype is no plain float or the rotated values overflow it.
+        By tensor name.
     """
     if rotation is None:
-        rotation = fused_rotation(layout.cache.head_dim, dtype=torch.float64)
-    rotations: dict[str, TensorRotation] = {}
-    for layer in layout.layers:
-        turns = (
-            (layer.value_weight, rotate_value_weight),
-            (layer.value_bias, rotate_value_bias),
-            (layer.output_weight, rotate_output_weight),
-        )
-        for name, turn in turns:
-            if name is not None:
-                rotations[name] = partial(_checked, name, turn, rotation, dtype)
-    return rotations
+        rotation = fused_rotation(layout.head_dim, dtype=torch.float64)
+    return {
+        heads.tensor: _Checked(heads, rotation, dtype)
+        for layer in layout.layers
+        for heads in layer.slices
+    }
 
 
-def _checked(
-    name: str,
-    turn: Callable[[Tensor, Tensor, torch.dtype | None], Tensor],
-    rotation: Tensor,
-    dtype: torch.dtype | None,
-    tensor: Tensor,
-) -> Tensor:
-    if tensor.dtype not in FUSIBLE_DTYPES.values():
-        raise UnsupportedModelError(
-            f"{name} has dtype {tensor.dtype}; only float16, bfloat16, float32 and float64 "
-            "weights can be rotated",
-            hint=f"fuse the checkpoint before quantizing it, or {ONLINE_HINT}",
+@dataclass(frozen=True)
+class _Checked:
+    heads: HeadSlices
+    rotation: Tensor
+    dtype: torch.dtype | None
+
+    def __call__(self, rows: Tensor, first_row: int = 0) -> Tensor:
+        name = self.heads.tensor
+        if rows.dtype not in FUSIBLE_DTYPES.values():
+            raise UnsupportedModelError(
+                f"{name} has dtype {rows.dtype}; only float16, bfloat16, float32 and float64 "
+                "weights can be rotated",
+                hint=f"fuse the checkpoint before quantizing it, or {ONLINE_HINT}",
+            )
+        if not _all_finite(rows):
+            raise CheckpointError(f"{name} holds NaN or infinity")
+        rotated = rotate_heads(
+            rows, self.heads, self.rotation, first_row=first_row, dtype=self.dtype
         )
-    if not _all_finite(tensor):
-        raise CheckpointError(f"{name} holds NaN or infinity")
-    rotated = turn(tensor, rotation, dtype)
-    if not _all_finite(rotated):
-        raise UnsupportedModelError(
-            f"{name} overflows {rotated.dtype} when rotated: its largest magnitude is "
-            f"{tensor.abs().max().item():.4g}",
-            hint=f"pass --dtype bfloat16, or {ONLINE_HINT}",
-        )
-    return rotated
+        if not _all_finite(rotated):
+            raise UnsupportedModelError(
+                f"{name} overflows {rotated.dtype} when rotated: its largest magnitude is "
+                f"{rows.abs().max().item():.4g}",
+                hint=f"pass --dtype bfloat16, or {ONLINE_HINT}",
+            )
+        return rotated
 
 
 def _all_finite(tensor: Tensor) -> bool:

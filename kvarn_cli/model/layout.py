@@ -1,23 +1,21 @@
-"""Where V and O live in a checkpoint: names and shapes, no mathematics.
+"""Where V and O live in a model: names and slices, no mathematics.
 
-Everything about it is an allow-list: a tensor in an attention block that is not known to leave
-`(A V) R` alone is a reason to refuse the fused rotation.
-
-Llama-like means `…layers.{i}.self_attn.{q,k,v,o}_proj`, with or without biases and q/k norms:
-Llama, Mistral, Qwen2, Qwen3 and their relatives. The prefix before `layers` may vary.
+Everything here is a *proposal*. Names cannot tell what an attention class computes between V and
+the output projection, nor how a joined projection is divided among its heads; `proof` runs the
+class with each proposal and keeps the one that changes nothing.
 """
 
-import re
-from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
-from transformers import PreTrainedConfig
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from kvarn_cli.errors import UnsupportedModelError
-from kvarn_cli.model.cache_layout import CacheLayout, LeftOutLayer, find_cache_layout
-from kvarn_cli.runtime.coverage import positive_number
+from kvarn_cli.model.cache_trace import TracedLayer
 
 FUSIBLE_DTYPES = {
     "F16": torch.float16,
@@ -28,90 +26,184 @@ FUSIBLE_DTYPES = {
 """The dtypes whose tensors can be rotated, by their name in safetensors."""
 
 ONLINE_HINT = "use --rotation online, which changes no weight"
-_ATTENTION = re.compile(
-    r"(?P<prefix>(?:.*\.)?)layers\.(?P<index>[0-9]{1,6})\.self_attn\.(?P<part>.+)"
-)
-_KNOWN_BESIDE_PROJECTIONS = {"q_norm.weight", "k_norm.weight", "rotary_emb.inv_freq"}
-_JOINED_PROJECTIONS = ("qkv_proj", "query_key_value", "c_attn", "Wqkv", "kv_b_proj")
+
+_VALUE_NAMES = ("v_proj", "value", "value_proj", "project_v", "Wv")
+_JOINED_NAMES = ("qkv_proj", "query_key_value", "c_attn", "Wqkv")
+_OUTPUT_NAMES = ("o_proj", "out_proj", "c_proj", "dense", "Wo", "wo", "attention_out")
+_OUTPUT_BESIDE = "output.dense"
+
+Linear = nn.Linear | Conv1D
+HeadStarts = Callable[[int, int, int], Iterable[int]]
+
+
+def _values_alone(num_heads: int, num_kv_heads: int, head_dim: int) -> Iterable[int]:
+    """A projection that makes nothing but V."""
+    return range(0, num_kv_heads * head_dim, head_dim)
+
+
+def _values_last(num_heads: int, num_kv_heads: int, head_dim: int) -> Iterable[int]:
+    """All queries, then all keys, then all values."""
+    return ((num_heads + num_kv_heads + head) * head_dim for head in range(num_kv_heads))
+
+
+def _by_group(num_heads: int, num_kv_heads: int, head_dim: int) -> Iterable[int]:
+    """KV head after KV head: its queries, its key, its value."""
+    group = num_heads // num_kv_heads
+    return ((head * (group + 2) + group + 1) * head_dim for head in range(num_kv_heads))
+
+
+def _in_quarters(num_heads: int, num_kv_heads: int, head_dim: int) -> Iterable[int]:
+    """Four blocks, each with a quarter of the queries, values and keys in this order."""
+    if num_heads % 4 or num_heads != num_kv_heads:
+        return ()
+    quarter = num_heads // 4
+    return (
+        (block * 3 * quarter + quarter + head) * head_dim
+        for block in range(4)
+        for head in range(quarter)
+    )
+
+
+ARRANGEMENTS: Mapping[str, HeadStarts] = {
+    "values last": _values_last,
+    "by KV head": _by_group,
+    "in quarters": _in_quarters,
+}
+"""How a joined projection of Q, K and V may be divided: Phi-3, GPT-2, MPT, DBRX; GPT-NeoX, Bloom,
+Falcon; CodeGen. From query heads, KV heads and head_dim to the first channel of each head of V."""
+
+
+@dataclass(frozen=True)
+class HeadSlices:
+    """The channels of attention heads along one axis of a tensor.
+
+    Attributes:
+        tensor: its name.
+        axis: 0 where rows are channels of heads, 1 where columns are.
+        starts: first channel of each head, multiples of `head_dim`.
+        head_dim: channels of a head.
+    """
+
+    tensor: str
+    axis: Literal[0, 1]
+    starts: tuple[int, ...]
+    head_dim: int
 
 
 @dataclass(frozen=True)
 class AttentionLayer:
-    """The tensors of one layer that the fused rotation changes, by name.
+    """The tensors of one attention module that the fused rotation changes.
 
     Attributes:
-        index: the layer.
-        value_weight: W_V, [num_kv_heads * head_dim, hidden_size].
-        value_bias: b_V, [num_kv_heads * head_dim], or None.
-        output_weight: W_O, [hidden_size, num_heads * head_dim]; its bias is never changed.
-        num_heads: query heads.
-        num_kv_heads: KV heads.
-        head_dim: channels of a head.
+        index: its first layer in the cache.
+        module: its path; in a checkpoint's layout, as the checkpoint spells it.
+        value: V's heads in W_V and, where there is one, in b_V.
+        output: the heads that W_O reads; its bias is never changed.
     """
 
     index: int
-    value_weight: str
-    value_bias: str | None
-    output_weight: str
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    module: str
+    value: tuple[HeadSlices, ...]
+    output: HeadSlices
 
     @property
-    def value_tensors(self) -> tuple[str, ...]:
-        """W_V and, where there is one, b_V."""
-        return (
-            (self.value_weight,)
-            if self.value_bias is None
-            else (self.value_weight, self.value_bias)
-        )
+    def slices(self) -> tuple[HeadSlices, ...]:
+        """All that changes."""
+        return (*self.value, self.output)
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """All tensors that change."""
-        return (*self.value_tensors, self.output_weight)
+        """Names of the tensors that change."""
+        return tuple(part.tensor for part in self.slices)
+
+    @property
+    def num_heads(self) -> int:
+        """Query heads."""
+        return len(self.output.starts)
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Heads of V in the weights; a class may cache more."""
+        return len(self.value[0].starts)
 
 
 @dataclass(frozen=True)
 class ModelLayout:
-    """Everything the fused rotation needs to know: the cache, and V and O of each layer.
+    """V and O of each attention module whose heads are `head_dim` wide.
 
-    V and O are listed for every layer, those outside the quantized cache too, so that all
-    layers of a fused checkpoint hold V in one basis.
+    Layers outside the quantized cache are listed too, so that all of them hold V in one basis.
     """
 
-    cache: CacheLayout
+    head_dim: int
     layers: tuple[AttentionLayer, ...]
 
     @property
-    def left_out(self) -> tuple[LeftOutLayer, ...]:
-        """Layers outside the quantized cache."""
-        return self.cache.left_out
+    def tensors(self) -> tuple[str, ...]:
+        """Names of the tensors that change."""
+        return tuple(name for layer in self.layers for name in layer.tensors)
+
+    def row_step(self, tensor: str) -> int:
+        """Rows of a tensor that can only be rotated together: those of a head, or any."""
+        axes = {part.tensor: part.axis for layer in self.layers for part in layer.slices}
+        return 1 if axes[tensor] else self.head_dim
+
+    def renamed(self, names: Mapping[str, str]) -> "ModelLayout":
+        """The same layout with other tensor names.
+
+        Args:
+            names: the new name of each tensor.
+        """
+
+        def rename(part: HeadSlices) -> HeadSlices:
+            return replace(part, tensor=names[part.tensor])
+
+        return ModelLayout(
+            self.head_dim,
+            tuple(
+                replace(
+                    layer,
+                    module=rename(layer.output).tensor.rpartition(".")[0].rpartition(".")[0],
+                    value=tuple(map(rename, layer.value)),
+                    output=rename(layer.output),
+                )
+                for layer in self.layers
+            ),
+        )
 
 
-def find_layout(config: PreTrainedConfig, tensors: Mapping[str, tuple[int, ...]]) -> ModelLayout:
-    """Find V and O of every decoder layer, or say what stands in the way of fusing them.
+def find_layout(
+    model: PreTrainedModel, traced: Mapping[int, TracedLayer], head_dim: int, arrangement: str
+) -> ModelLayout:
+    """Find V and O of every attention module whose values are `head_dim` wide.
 
     Args:
-        config: as for `find_cache_layout`.
-        tensors: shape of each tensor of the checkpoint, by name.
+        model: on any device; its parameters name the tensors.
+        traced: from `trace_cache`, of this model.
+        head_dim: channels of a head.
+        arrangement: key of `ARRANGEMENTS`, for joined projections.
 
     Raises:
-        UnsupportedModelError: the cache is unsupported, the weights are quantized, a tensor is
-            missing or has an unexpected shape, or an attention block holds a tensor that may
-            change the attention output before W_O.
+        UnsupportedModelError: a module has no V or O of a known name, or their shapes do not fit
+            the heads that it caches.
     """
-    cache = find_cache_layout(config)
-    _refuse_quantized(config)
-    blocks = _attention_blocks(tensors)
-    prefix = _decoder_prefix(blocks, tensors, cache.num_layers)
-    hidden_size = positive_number(config, "hidden_size")
-    layers = []
-    for index in range(cache.num_layers):
-        block = f"{prefix}layers.{index}.self_attn."
-        layers.append(_attention_layer(block, index, tensors, cache, hidden_size))
-        _refuse_unknown_parts(block, blocks[prefix][index])
-    return ModelLayout(cache, tuple(layers))
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    layers = {}
+    for index, layer in traced.items():
+        if layer.value_width == head_dim and layer.module not in layers:
+            layers[layer.module] = _attention_layer(
+                model, index, layer, names, ARRANGEMENTS[arrangement]
+            )
+    unique = {layer.output.tensor: layer for layer in reversed(layers.values())}
+    return ModelLayout(head_dim, tuple(reversed(unique.values())))
+
+
+def has_joined_projections(model: PreTrainedModel, traced: Mapping[int, TracedLayer]) -> bool:
+    """Whether some module computes V with Q and K in one projection."""
+    return any(
+        _child(model.get_submodule(layer.module), _VALUE_NAMES) is None
+        and _child(model.get_submodule(layer.module), _JOINED_NAMES) is not None
+        for layer in traced.values()
+    )
 
 
 def check_dtypes(layout: ModelLayout, dtypes: Mapping[str, str]) -> None:
@@ -124,115 +216,95 @@ def check_dtypes(layout: ModelLayout, dtypes: Mapping[str, str]) -> None:
     Raises:
         UnsupportedModelError: a tensor to be fused has another dtype than `FUSIBLE_DTYPES`.
     """
-    for layer in layout.layers:
-        for name in layer.tensors:
-            if dtypes[name] not in FUSIBLE_DTYPES:
-                raise UnsupportedModelError(
-                    f"{name} is stored as {dtypes[name]}; a rotation needs "
-                    f"{', '.join(FUSIBLE_DTYPES)}",
-                    hint=f"fuse the checkpoint before quantizing it, or {ONLINE_HINT}",
-                )
-
-
-def _refuse_quantized(config: PreTrainedConfig) -> None:
-    values = config.to_dict()
-    quantization = values.get("quantization_config") or values.get("compression_config")
-    if not quantization:
-        return
-    method = quantization.get("quant_method") or quantization.get("quant_algo") or "unnamed"
-    raise UnsupportedModelError(
-        f"the weights are quantized already (quantization_config: {method})",
-        hint=f"fuse the unquantized checkpoint and quantize the result, or {ONLINE_HINT}",
-    )
-
-
-def _attention_blocks(
-    tensors: Mapping[str, tuple[int, ...]],
-) -> dict[str, dict[int, list[str]]]:
-    """Names behind `self_attn.`, by prefix and layer."""
-    blocks: dict[str, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
-    for name in tensors:
-        if match := _ATTENTION.fullmatch(name):
-            blocks[match["prefix"]][int(match["index"])].append(match["part"])
-    return blocks
-
-
-def _decoder_prefix(
-    blocks: Mapping[str, Mapping[int, list[str]]],
-    tensors: Mapping[str, tuple[int, ...]],
-    num_layers: int,
-) -> str:
-    for name in tensors:
-        joined = next((part for part in _JOINED_PROJECTIONS if part in name.split(".")), None)
-        if joined is not None:
+    for name in layout.tensors:
+        if dtypes[name] not in FUSIBLE_DTYPES:
             raise UnsupportedModelError(
-                f"{name}: attention with {joined} is a layout that cannot be fused yet",
-                hint=f"separate v_proj and o_proj can be fused; for this model {ONLINE_HINT}",
+                f"{name} is stored as {dtypes[name]}; a rotation needs {', '.join(FUSIBLE_DTYPES)}",
+                hint=f"fuse the checkpoint before quantizing it, or {ONLINE_HINT}",
             )
-    if not blocks:
-        raise UnsupportedModelError(
-            "no tensor is named …layers.0.self_attn.v_proj.weight", hint=ONLINE_HINT
-        )
-    complete = [
-        prefix for prefix, layers in blocks.items() if set(range(num_layers)) <= set(layers)
-    ]
-    if len(complete) > 1:
-        raise UnsupportedModelError(
-            f"{' and '.join(f'{prefix}layers' for prefix in complete)} both look like the decoder",
-            hint=ONLINE_HINT,
-        )
-    if complete:
-        return complete[0]
-    prefix = max(blocks, key=lambda candidate: len(blocks[candidate]))
-    missing = min(set(range(num_layers)) - set(blocks[prefix]))
-    raise UnsupportedModelError(
-        f"{prefix}layers.{missing}.self_attn.v_proj.weight is missing", hint=ONLINE_HINT
-    )
 
 
 def _attention_layer(
-    block: str,
+    model: PreTrainedModel,
     index: int,
-    tensors: Mapping[str, tuple[int, ...]],
-    cache: CacheLayout,
-    hidden_size: int,
+    traced: TracedLayer,
+    names: Mapping[Tensor, str],
+    head_starts: HeadStarts,
 ) -> AttentionLayer:
-    query_width = cache.num_heads * cache.head_dim
-    value_width = cache.num_kv_heads * cache.head_dim
-    widths = {"q_proj": query_width, "k_proj": value_width, "v_proj": value_width}
-    expected = {f"{name}.weight": (width, hidden_size) for name, width in widths.items()}
-    expected["o_proj.weight"] = (hidden_size, query_width)
-    biases = {f"{name}.bias": (width,) for name, width in widths.items()}
-    biases["o_proj.bias"] = (hidden_size,)
-    for part, shape in (expected | biases).items():
-        found = tensors.get(block + part)
-        if found is None and part in biases:
-            continue
-        if found is None:
-            raise UnsupportedModelError(f"{block}{part} is missing", hint=ONLINE_HINT)
-        if tuple(found) != shape:
-            raise UnsupportedModelError(
-                f"{block}{part} has shape {list(found)}; {cache.num_heads} query heads and "
-                f"{cache.num_kv_heads} KV heads of width {cache.head_dim} need {list(shape)}",
-                hint=ONLINE_HINT,
-            )
-    value_bias = f"{block}v_proj.bias"
+    attention = model.get_submodule(traced.module)
+    width = traced.value_width
+    own_value = _child(attention, _VALUE_NAMES)
+    value = own_value or _child(attention, _JOINED_NAMES)
+    output = _output_projection(model, traced.module)
+    if output is None or value is None:
+        missing = "output projection" if output is None else "projection to V"
+        raise UnsupportedModelError(
+            f"{traced.module} ({type(attention).__name__}) has no {missing} of a known name",
+            hint=ONLINE_HINT,
+        )
+    joined = own_value is None
+    read_channels = _input_and_output_channels(output)[0]
+    value_channels = _input_and_output_channels(value)[1]
+    num_heads = read_channels // width
+    num_kv_heads = (value_channels // width - joined * num_heads) // (1 + joined)
+    fits = (
+        num_kv_heads > 0
+        and num_heads % num_kv_heads == 0
+        and traced.num_kv_heads in (num_kv_heads, num_heads)
+        and read_channels == num_heads * width
+        and value_channels == (num_kv_heads + joined * (num_heads + num_kv_heads)) * width
+    )
+    arrange = head_starts if joined else _values_alone
+    starts = tuple(arrange(num_heads, num_kv_heads, width)) if fits else ()
+    if not starts:
+        raise UnsupportedModelError(
+            f"{traced.module}: its projections make {value_channels} channels and read "
+            f"{read_channels}, which does not fit the {traced.num_kv_heads} heads of width "
+            f"{width} that it caches",
+            hint=ONLINE_HINT,
+        )
+    parameters = [value.weight] if value.bias is None else [value.weight, value.bias]
     return AttentionLayer(
         index=index,
-        value_weight=f"{block}v_proj.weight",
-        value_bias=value_bias if value_bias in tensors else None,
-        output_weight=f"{block}o_proj.weight",
-        num_heads=cache.num_heads,
-        num_kv_heads=cache.num_kv_heads,
-        head_dim=cache.head_dim,
+        module=traced.module,
+        value=tuple(
+            HeadSlices(
+                tensor=names[parameter],
+                axis=1 if isinstance(value, Conv1D) and parameter.ndim == 2 else 0,
+                starts=starts,
+                head_dim=width,
+            )
+            for parameter in parameters
+        ),
+        output=HeadSlices(
+            tensor=names[output.weight],
+            axis=0 if isinstance(output, Conv1D) else 1,
+            starts=tuple(range(0, num_heads * width, width)),
+            head_dim=width,
+        ),
     )
 
 
-def _refuse_unknown_parts(block: str, parts: list[str]) -> None:
-    projections = {f"{name}_proj.{kind}" for name in "qkvo" for kind in ("weight", "bias")}
-    unknown = sorted(set(parts) - projections - _KNOWN_BESIDE_PROJECTIONS)
-    if unknown:
-        raise UnsupportedModelError(
-            f"{block}{unknown[0]} may act between attention and o_proj, so V cannot be fused",
-            hint=ONLINE_HINT,
-        )
+def _output_projection(model: PreTrainedModel, path: str) -> Linear | None:
+    """Inside the attention module, or beside it, as in BERT's relatives."""
+    found = _child(model.get_submodule(path), _OUTPUT_NAMES)
+    if found is not None:
+        return found
+    beside = f"{path.rpartition('.')[0]}.{_OUTPUT_BESIDE}"
+    return _linear(dict(model.named_modules()).get(beside))
+
+
+def _child(module: nn.Module, names: Iterable[str]) -> Linear | None:
+    children = dict(module.named_children())
+    return next(filter(None, (_linear(children.get(name)) for name in names)), None)
+
+
+def _linear(module: nn.Module | None) -> Linear | None:
+    """A linear layer, or the one that a thin wrapper keeps as `linear`."""
+    candidates: tuple[object, ...] = (module, getattr(module, "linear", None))
+    return next((found for found in candidates if isinstance(found, nn.Linear | Conv1D)), None)
+
+
+def _input_and_output_channels(linear: Linear) -> tuple[int, int]:
+    rows, columns = linear.weight.shape
+    return (rows, columns) if isinstance(linear, Conv1D) else (columns, rows)

@@ -1,54 +1,82 @@
-"""Which parameter of the model class each tensor of a checkpoint is loaded into.
+"""Which tensor of a checkpoint each parameter of the model class is loaded from.
 
-Names in a checkpoint may lack, or have on top, the prefix under which the class keeps its decoder
-(`model.` for Llama); transformers adds or drops it while loading. Any other difference means that
-the class would not load the tensor, and that a fusion of it would be lost.
+A checkpoint may spell names differently from the class that loads it: without the prefix under
+which the class keeps its decoder, or in an older way that transformers renames while loading. The
+names that count are the checkpoint's, and the rule between both is transformers' own.
 """
 
-import torch
-from transformers import PreTrainedConfig
+from collections.abc import Mapping
+
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from kvarn_cli.errors import UnsupportedModelError
-from kvarn_cli.model.layout import ModelLayout, find_layout
-from kvarn_cli.model.loading import quiet_transformers
-from kvarn_cli.model.shrunken import build_model
+from kvarn_cli.model.layout import ONLINE_HINT, ModelLayout
+
+_BUFFERS = ("rotary_emb.inv_freq", "masked_bias", "attn.bias", "attention.bias")
+"""What old checkpoints store beside the weights, and no class loads."""
 
 
-def parameter_names(
-    config: PreTrainedConfig, layout: ModelLayout, *, trust_remote_code: bool
+def checkpoint_names(
+    model: PreTrainedModel, layout: ModelLayout, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, str]:
-    """The parameter for each tensor that the fused rotation changes, by the tensor's name.
-
-    The class is built from its configuration without memory for its weights.
+    """The checkpoint's tensor for each parameter that the fused rotation changes.
 
     Args:
-        config: of the model.
-        layout: where V and O live in the checkpoint.
-        trust_remote_code: whether code from the checkpoint may run.
+        model: the class that loads the checkpoint, on any device.
+        layout: where V and O live in its parameters.
+        shapes: of the checkpoint's tensors, by name.
+
+    Returns:
+        Tensor names by parameter name.
 
     Raises:
-        UnsupportedModelError: the class would not load a tensor, or loads V or O of more tensors
-            than the checkpoint has.
+        UnsupportedModelError: the class would not load V or O from the checkpoint as they are, or
+            would leave out a tensor that the checkpoint keeps beside them.
     """
-    with quiet_transformers():
-        model = build_model(config, torch.device("meta"), trust_remote_code=trust_remote_code)
-    shapes = {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
-    own = [name for layer in find_layout(config, shapes).layers for name in layer.tensors]
-    prefix = f"{model.base_model_prefix}."
-    names = {}
-    for tensor in (name for layer in layout.layers for name in layer.tensors):
-        spellings = {tensor, prefix + tensor, tensor.removeprefix(prefix)}
-        found = spellings.intersection(own)
-        if not found:
-            raise UnsupportedModelError(
-                f"{type(model).__name__} would not load {tensor}; the tensors that it loads are "
-                f"called like {own[0]}",
-                hint="the weights belong to another class than config.json names",
-            )
-        names[tensor] = found.pop()
-    if missing := sorted(set(own) - set(names.values())):
-        raise UnsupportedModelError(
-            f"{type(model).__name__} loads {missing[0]}, which the checkpoint lacks",
-            hint="the weights belong to another configuration than config.json",
+    conversions = get_model_conversion_mapping(model)
+    renamings = [rule for rule in conversions if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in conversions if isinstance(rule, WeightConverter)]
+    parameters = dict(model.state_dict())
+    wanted = set(layout.tensors)
+    found: dict[str, str] = {}
+    unknown = []
+    for tensor in shapes:
+        parameter, rearranged = rename_source_key(
+            tensor, renamings, converters, model.base_model_prefix, parameters
         )
-    return names
+        if parameter not in parameters and rearranged is None:
+            unknown.append((parameter, tensor))
+        if parameter in wanted and rearranged is None:
+            if parameter in found:
+                raise UnsupportedModelError(
+                    f"{type(model).__name__} loads {parameter} from both {found[parameter]} and "
+                    f"{tensor}",
+                    hint=ONLINE_HINT,
+                )
+            found[parameter] = tensor
+    for parameter in layout.tensors:
+        if parameter not in found:
+            raise UnsupportedModelError(
+                f"the checkpoint has no tensor that {type(model).__name__} loads into "
+                f"{parameter} as it is",
+                hint=f"the weights may belong to another class than config.json names; "
+                f"or {ONLINE_HINT}",
+            )
+        expected = tuple(parameters[parameter].shape)
+        if shapes[found[parameter]] != expected:
+            raise UnsupportedModelError(
+                f"{found[parameter]} has shape {list(shapes[found[parameter]])}; the "
+                f"configuration needs {list(expected)}",
+                hint=ONLINE_HINT,
+            )
+    modules = tuple(f"{layer.module}." for layer in layout.layers)
+    for parameter, tensor in unknown:
+        if parameter.startswith(modules) and not parameter.endswith(_BUFFERS):
+            raise UnsupportedModelError(
+                f"{tensor} may act between attention and W_O, and {type(model).__name__} does not "
+                "load it",
+                hint=ONLINE_HINT,
+            )
+    return found

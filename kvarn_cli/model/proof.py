@@ -1,9 +1,10 @@
 """A proof by experiment that fusing V's rotation leaves an architecture's function unchanged.
 
-`layout` can only see names and shapes. What an attention class computes between V and o_proj is
-decided by its code, so that code is run: on a shrunken instance of the architecture in float64,
+`layout` only proposes, from names and shapes. What an attention class computes between V and W_O
+is decided by its code, so that code is run: on a shrunken instance of the architecture in float64,
 with everything drawn at random, the logits before and after the fusion must agree to within
-rounding. The fusion is done by the very code that rewrites the checkpoint.
+rounding. The fusion is done by the very code that rewrites the checkpoint. Where Q, K and V share
+a projection, each known way of dividing it is tried; only the right one can pass.
 
 V is drawn a thousand times larger than its input. A clamp on V or on the attention output (OLMo's
 `clip_qkv`) acts on the outlier channels of trained models only; here it must act, and be seen.
@@ -18,13 +19,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvarn_cli.errors import UnsupportedModelError
+from kvarn_cli.model.cache_trace import trace_cache
 from kvarn_cli.model.float64_mode import Float64Mode
 from kvarn_cli.model.fusion import TensorRotation, tensor_rotations
-from kvarn_cli.model.layout import ONLINE_HINT, ModelLayout, find_layout
+from kvarn_cli.model.layout import (
+    ARRANGEMENTS,
+    ONLINE_HINT,
+    ModelLayout,
+    find_layout,
+    has_joined_projections,
+)
 from kvarn_cli.model.loading import quiet_transformers
 from kvarn_cli.model.shrunken import (
     MODEL_CODE_ERRORS,
@@ -40,7 +48,7 @@ SMALLEST_CONTROL = 1e-2
 _SEED = 20_260_603
 _NUM_TOKENS = 24
 _VALUE_SCALE = 1000.0
-_EXPECTED_MODULES = {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "rotary_emb"}
+_HARMLESS_MODULES = {"q_proj", "k_proj", "q_norm", "k_norm", "rotary_emb"}
 
 RotationSet = Callable[[ModelLayout], Mapping[str, TensorRotation]]
 
@@ -52,6 +60,7 @@ class Proof:
     Attributes:
         architecture: class of the model that was run.
         head_dim: width of the rotation that was fused.
+        arrangement: key of `ARRANGEMENTS`: how a joined projection divides Q, K and V.
         tolerance: what `largest_difference` had to stay under.
         largest_difference: largest change of a logit by the fusion.
         smallest_control: smallest change when one fused tensor was left unrotated.
@@ -61,6 +70,7 @@ class Proof:
 
     architecture: str
     head_dim: int
+    arrangement: str
     tolerance: float
     largest_difference: float
     smallest_control: float
@@ -70,6 +80,7 @@ class Proof:
 
 def prove_fusion(
     config: PreTrainedConfig,
+    head_dim: int,
     *,
     trust_remote_code: bool = False,
     rotations: RotationSet = tensor_rotations,
@@ -78,6 +89,7 @@ def prove_fusion(
 
     Args:
         config: the model's configuration.
+        head_dim: width of the heads that are fused.
         trust_remote_code: run modeling code that comes with the checkpoint.
         rotations: from a layout to the rotation of each tensor, as `tensor_rotations`.
 
@@ -89,27 +101,67 @@ def prove_fusion(
     with quiet_transformers(), warnings.catch_warnings(action="ignore"):
         small = shrink_config(config)
         model = build_random_model(small, seed=_SEED, trust_remote_code=trust_remote_code)
-        weights = model.state_dict()
-        layout = find_layout(small, {name: tuple(weight.shape) for name, weight in weights.items()})
-        for layer in layout.layers:
-            for name in layer.value_tensors:
-                weights[name].mul_(_VALUE_SCALE)
-        originals, fused = {}, {}
-        for name, rotated in rotations(layout).items():
-            originals[name] = weights[name].clone()
-            fused[name] = rotated(originals[name])
+        traced = trace_cache(model)
+        arrangements = tuple(ARRANGEMENTS)
+        if not has_joined_projections(model, traced):
+            arrangements = arrangements[:1]
+        refusals = []
+        for arrangement in arrangements:
+            try:
+                layout = find_layout(model, traced, head_dim, arrangement)
+                found = _compare(model, layout, rotations)
+            except UnsupportedModelError as error:
+                refusals.append(error)
+            else:
+                return Proof(
+                    architecture=type(model).__name__,
+                    head_dim=head_dim,
+                    arrangement=arrangement,
+                    tolerance=found.tolerance,
+                    largest_difference=found.difference,
+                    smallest_control=found.smallest_control,
+                    float32_upcast=found.tolerance != FLOAT64_TOLERANCE,
+                    elapsed_seconds=time.perf_counter() - start,
+                )
+    raise refusals[0]
 
-        mode = Float64Mode()
-        before = _logits(model, mode)
-        for name, weight in fused.items():
-            weights[name].copy_(weight)
-        difference = _relative_change(before, _logits(model, mode))
-        controls = {}
+
+@dataclass(frozen=True)
+class _Comparison:
+    tolerance: float
+    difference: float
+    smallest_control: float
+
+
+def _compare(model: PreTrainedModel, layout: ModelLayout, rotations: RotationSet) -> _Comparison:
+    """Logits before and after the fusion; the model's weights are left as they were."""
+    weights = {name: weight.data for name, weight in model.named_parameters()}
+    originals = {name: weights[name].clone() for name in layout.tensors}
+    try:
+        return _compare_fused(model, layout, rotations, weights)
+    finally:
         for name, weight in originals.items():
             weights[name].copy_(weight)
-            controls[name] = _relative_change(before, _logits(model, mode))
-            weights[name].copy_(fused[name])
 
+
+def _compare_fused(
+    model: PreTrainedModel,
+    layout: ModelLayout,
+    rotations: RotationSet,
+    weights: Mapping[str, Tensor],
+) -> _Comparison:
+    for layer in layout.layers:
+        for heads in layer.value:
+            weights[heads.tensor].mul_(_VALUE_SCALE)
+    originals, fused = {}, {}
+    for name, rotated in rotations(layout).items():
+        originals[name] = weights[name].clone()
+        fused[name] = rotated(originals[name])
+    mode = Float64Mode()
+    before = _logits(model, mode)
+    for name, weight in fused.items():
+        weights[name].copy_(weight)
+    difference = _relative_change(before, _logits(model, mode))
     tolerance = FLOAT32_TOLERANCE if mode.narrowed else FLOAT64_TOLERANCE
     if not difference <= tolerance:
         raise UnsupportedModelError(
@@ -118,6 +170,11 @@ def prove_fusion(
             f"{_suspects(model, layout)}",
             hint=ONLINE_HINT,
         )
+    controls = {}
+    for name, weight in originals.items():
+        weights[name].copy_(weight)
+        controls[name] = _relative_change(before, _logits(model, mode))
+        weights[name].copy_(fused[name])
     weakest = min(controls, key=controls.__getitem__)
     if not controls[weakest] > SMALLEST_CONTROL:
         raise UnsupportedModelError(
@@ -125,15 +182,7 @@ def prove_fusion(
             f"{type(model).__name__} by only {controls[weakest]:.1e} of the largest",
             hint=ONLINE_HINT,
         )
-    return Proof(
-        architecture=type(model).__name__,
-        head_dim=layout.cache.head_dim,
-        tolerance=tolerance,
-        largest_difference=difference,
-        smallest_control=controls[weakest],
-        float32_upcast=mode.narrowed,
-        elapsed_seconds=time.perf_counter() - start,
-    )
+    return _Comparison(tolerance, difference, controls[weakest])
 
 
 def _logits(model: PreTrainedModel, mode: Float64Mode) -> Tensor:
@@ -160,10 +209,15 @@ def _relative_change(before: Tensor, after: Tensor) -> float:
 
 
 def _suspects(model: PreTrainedModel, layout: ModelLayout) -> str:
-    """What may stand between V and o_proj, by name."""
-    block = layout.layers[0].value_weight.removesuffix(".v_proj.weight")
-    attention = model.get_submodule(block)
-    unexpected = [name for name, _ in attention.named_children() if name not in _EXPECTED_MODULES]
+    """What may stand between V and W_O, by name."""
+    path = layout.layers[0].module
+    attention = model.get_submodule(path)
+    expected = {name.removeprefix(f"{path}.").split(".")[0] for name in layout.layers[0].tensors}
+    unexpected = [
+        name
+        for name, child in attention.named_children()
+        if name not in expected | _HARMLESS_MODULES and not isinstance(child, nn.Dropout)
+    ]
     if unexpected:
         return f"in {type(attention).__name__} stands {', '.join(unexpected)}"
-    return f"{type(attention).__name__}.forward does more than attend between v_proj and o_proj"
+    return f"{type(attention).__name__}.forward does more than attend between V and W_O"

@@ -42,7 +42,7 @@ import torch
 from torch import Tensor
 
 from kvarn_cli.errors import UnsupportedModelError
-from kvarn_cli.model.fusion import tensor_rotations
+from kvarn_cli.model.fusion import take_heads, tensor_rotations
 from kvarn_cli.model.layout import ONLINE_HINT, AttentionLayer, ModelLayout
 from kvarn_cli.progress import Report, silent
 
@@ -130,18 +130,12 @@ def _fused_reader(layout: ModelLayout, read: TensorReader) -> TensorReader:
 
 
 def _heads(layer: AttentionLayer, read: TensorReader) -> Iterator[_Head]:
-    value_weight = read(layer.value_weight).unflatten(0, (layer.num_kv_heads, -1))
-    output_weight = read(layer.output_weight).unflatten(1, (layer.num_heads, -1))
-    value_bias = None
-    if layer.value_bias is not None:
-        value_bias = read(layer.value_bias).unflatten(0, (layer.num_kv_heads, -1))
+    values = [take_heads(read(heads.tensor), heads) for heads in layer.value]
+    output_weight = take_heads(read(layer.output.tensor), layer.output)
     group = layer.num_heads // layer.num_kv_heads
     for query_head in range(layer.num_heads):
-        yield _Head(
-            value_weight[query_head // group],
-            None if value_bias is None else value_bias[query_head // group, :, None],
-            output_weight[:, query_head],
-        )
+        weight, *bias = (value[query_head // group] for value in values)
+        yield _Head(weight.T, bias[0][:, None] if bias else None, output_weight[query_head])
 
 
 def _check_layer(
@@ -177,7 +171,7 @@ def _check_layer(
             change = change + difference
     if alive and rounding_squared > LARGEST_ROUNDING**2 * size_squared:
         raise UnsupportedModelError(
-            f"layer {layer.index}: V and o_proj are so small that rounding them to "
+            f"layer {layer.index}: V and W_O are so small that rounding them to "
             f"{head.output_weight.dtype} would change the layer's output",
             hint=f"pass --dtype bfloat16, or {ONLINE_HINT}",
         )
@@ -221,6 +215,6 @@ def _rounding_error(weight: Tensor, dim: int) -> Tensor:
 def _dead_parts(layer: AttentionLayer, query_head: int, head: _Head) -> Iterator[str]:
     if not head.value_weight.any():
         kv_head = query_head * layer.num_kv_heads // layer.num_heads
-        yield f"layer {layer.index}: v_proj of KV head {kv_head} is all zero"
+        yield f"layer {layer.index}: V of KV head {kv_head} is all zero"
     if not head.output_weight.any():
-        yield f"layer {layer.index}: o_proj of query head {query_head} is all zero"
+        yield f"layer {layer.index}: W_O of query head {query_head} is all zero"

@@ -24,11 +24,12 @@ from torch import Tensor
 from kvarn_cli.checkpoint.checkpoint import Checkpoint
 from kvarn_cli.checkpoint.shard_stream import read_blocks, rows_at_once
 from kvarn_cli.metadata import KVarNConfig, Rotation
-from kvarn_cli.model.layout import FUSIBLE_DTYPES
+from kvarn_cli.model.fusion import put_heads, take_heads
+from kvarn_cli.model.layout import FUSIBLE_DTYPES, HeadSlices
 from kvarn_cli.progress import Report, silent
 from kvarn_cli.quantization.hadamard import hadamard_matrix
 from kvarn_cli.tensor_bytes import to_tensor
-from kvarn_cli.verification.folder import Check, read_metadata, rotated_tensors
+from kvarn_cli.verification.folder import Check, read_metadata
 
 
 def verify_against(
@@ -46,23 +47,21 @@ def verify_against(
     checks = [Check("source", f"{len(source.weight_map)} tensors", identity)]
     if identity:
         return tuple(checks)
-    rotated = rotated_tensors(metadata, converted.weight_map)
+    rotated = _rotated_parts(metadata.rotations.value)
     matrix = _matrix(metadata.rotations.value)
     total = sum(source.info(name).size_bytes for name in source.weight_map)
     rotation_problems, other_problems, worst, done = [], [], 0.0, 0
     for name in source.weight_map:
         if name in rotated:
-            shares = (
-                _share_of_rounding(*blocks, matrix=matrix, on_rows=rotated[name])
-                for blocks in _paired_blocks(name, converted, source, len(matrix))
-            )
-            share = max(shares, default=0.0)
+            share, rest_is_equal = _compare_rotated(rotated[name], converted, source, matrix)
             worst = max(worst, share)
             if not share <= 1:
                 rotation_problems.append(
                     f"{name} turned back differs from the source by {share:.3g} times what one "
                     "rounding explains"
                 )
+            if not rest_is_equal:
+                other_problems.append(f"{name} differs from the source outside V's heads")
         elif not _same(name, converted, source):
             other_problems.append(f"{name} differs from the source")
         done += source.info(name).size_bytes
@@ -102,10 +101,33 @@ def _matrix(rotation: Rotation) -> Tensor:
     return hadamard_matrix(rotation.head_dim, dtype=torch.float64) * columns
 
 
+def _rotated_parts(rotation: Rotation) -> dict[str, HeadSlices]:
+    return {
+        name: HeadSlices(name, part.axis, tuple(part.first_channels), rotation.head_dim)
+        for name, part in rotation.tensors.items()
+    }
+
+
+def _compare_rotated(
+    heads: HeadSlices, converted: Checkpoint, source: Checkpoint, matrix: Tensor
+) -> tuple[float, bool]:
+    """The largest share of one rounding that is used, and whether all other entries are equal."""
+    share, rest_is_equal, first_row = 0.0, True, 0
+    row_step = 1 if heads.axis else heads.head_dim
+    for stored, original in _paired_blocks(heads.tensor, converted, source, row_step):
+        vectors, sources = (take_heads(rows, heads, first_row) for rows in (stored, original))
+        if len(vectors):
+            share = max(share, _share_of_rounding(vectors, sources, matrix))
+        other = put_heads(stored, heads, sources.to(stored.dtype), first_row)
+        rest_is_equal = rest_is_equal and _equal(other, original)
+        first_row += len(stored)
+    return share, rest_is_equal
+
+
 def _paired_blocks(
     name: str, converted: Checkpoint, source: Checkpoint, row_step: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """The same rows of both, whatever their dtypes; a step of rows is a whole head."""
+    """The same rows of both, whatever their dtypes."""
     both = (converted, source)
     rows = min(rows_at_once(checkpoint.info(name), row_step) for checkpoint in both)
     yield from zip(*(_row_tensors(checkpoint, name, rows) for checkpoint in both), strict=True)
@@ -118,27 +140,25 @@ def _row_tensors(checkpoint: Checkpoint, name: str, rows: int) -> Iterator[Tenso
         yield to_tensor(block, flat).reshape(-1, *info.shape[1:])
 
 
-def _share_of_rounding(stored: Tensor, original: Tensor, *, matrix: Tensor, on_rows: bool) -> float:
-    """Largest difference of a head's vector, in units of what rounding explains."""
+def _share_of_rounding(stored: Tensor, original: Tensor, matrix: Tensor) -> float:
+    """Largest difference of a head's vector, in units of what rounding explains.
+
+    Args:
+        stored: [..., head_dim].
+        original: the same shape.
+        matrix: R, [head_dim, head_dim].
+    """
     arithmetic = torch.finfo(torch.promote_types(original.dtype, torch.float32))
-    vectors, sources = (
-        _head_vectors(tensor, len(matrix), on_rows=on_rows) for tensor in (stored, original)
-    )
     limits = torch.finfo(stored.dtype)
+    vectors = stored.double()
     entry_error = (
         limits.eps / 2 * vectors.abs()
         + limits.smallest_normal * limits.eps / 2
         + len(matrix) * arithmetic.eps / 2 * vectors.square().mean(-1, keepdim=True).sqrt()
     )
-    allowed = entry_error.norm(dim=-1)
-    difference = (vectors @ matrix.T - sources).norm(dim=-1)
-    return float((difference / allowed).nan_to_num(math.inf, math.inf).max())
-
-
-def _head_vectors(tensor: Tensor, width: int, *, on_rows: bool) -> Tensor:
-    """Vectors along the rotated axis, float64 [..., width]."""
-    vectors: Tensor = tensor.double().unflatten(0 if on_rows else -1, (-1, width))
-    return vectors.movedim(1, -1) if on_rows else vectors
+    difference = (vectors @ matrix.T - original.double()).norm(dim=-1)
+    share = difference / entry_error.norm(dim=-1)
+    return float(share.nan_to_num(math.inf, math.inf).max())
 
 
 def _same(name: str, converted: Checkpoint, source: Checkpoint) -> bool:
@@ -153,7 +173,9 @@ def _same(name: str, converted: Checkpoint, source: Checkpoint) -> bool:
         return all(one == other for one, other in blocks)
     if not {after.dtype, before.dtype} <= FUSIBLE_DTYPES.keys():
         return False
-    return all(
-        torch.equal(new.nan_to_num(), old.to(new.dtype).nan_to_num())
-        for new, old in _paired_blocks(name, converted, source, 1)
-    )
+    return all(_equal(new, old) for new, old in _paired_blocks(name, converted, source, 1))
+
+
+def _equal(new: Tensor, old: Tensor) -> bool:
+    """Equal after the same rounding."""
+    return torch.equal(new.nan_to_num(), old.to(new.dtype).nan_to_num())

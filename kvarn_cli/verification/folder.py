@@ -1,7 +1,8 @@
 """What a converted folder can be asked without its source: metadata, files, headers, hashes."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from kvarn_cli.checkpoint.checkpoint import CONFIG_NAME, Checkpoint, open_checkpoint
@@ -117,24 +118,6 @@ def read_metadata(folder: Path) -> KVarNConfig:
     return metadata
 
 
-def rotated_tensors(metadata: KVarNConfig, names: Mapping[str, object]) -> dict[str, bool]:
-    """Tensors that hold V's rotation, and whether it acts on their rows (V) or columns (O).
-
-    Args:
-        metadata: of a converted folder.
-        names: the tensors that there are.
-    """
-    rotated = {}
-    if metadata.fused:
-        for application in metadata.rotations.value.apply:
-            on_rows = application.location == "weight_output"
-            for module in application.targets:
-                rotated[f"{module}.weight"] = on_rows
-                if on_rows and f"{module}.bias" in names:
-                    rotated[f"{module}.bias"] = True
-    return rotated
-
-
 def _read_manifest(folder: Path) -> Manifest:
     try:
         return Manifest.from_json((folder / MANIFEST_NAME).read_bytes())
@@ -145,16 +128,27 @@ def _read_manifest(folder: Path) -> Manifest:
 def _rotation_problems(
     metadata: KVarNConfig, checkpoint: Checkpoint, manifest: Manifest
 ) -> Iterator[str]:
-    rotated = rotated_tensors(metadata, checkpoint.weight_map)
-    width = metadata.rotations.value.head_dim
-    for name, on_rows in rotated.items():
+    rotation = metadata.rotations.value
+    for name, part in rotation.tensors.items():
         if name not in checkpoint.weight_map:
             yield f"{name} should hold V's rotation, but there is no such tensor"
-        elif (checkpoint.info(name).shape or (0,))[0 if on_rows else -1] % width:
-            shape = list(checkpoint.info(name).shape)
-            yield f"{name} has shape {shape}, which holds no whole heads of width {width}"
-    for name in sorted(rotated.keys() ^ manifest.tensors.keys()):
-        where = "the metadata" if name in rotated else MANIFEST_NAME
+            continue
+        shape = checkpoint.info(name).shape
+        channels = shape[part.axis] if part.axis < len(shape) else 0
+        starts = part.first_channels
+        steps = [after - before for before, after in pairwise(starts)]
+        if (
+            not starts
+            or starts[-1] + rotation.head_dim > channels
+            or any(start % rotation.head_dim for start in starts)
+            or any(step <= 0 for step in steps)
+        ):
+            yield (
+                f"{name} has shape {list(shape)}, which does not hold heads of width "
+                f"{rotation.head_dim} where the metadata places them"
+            )
+    for name in sorted(rotation.tensors.keys() ^ manifest.tensors.keys()):
+        where = "the metadata" if name in rotation.tensors else MANIFEST_NAME
         yield f"{name} is a rotated tensor in {where} only"
 
 

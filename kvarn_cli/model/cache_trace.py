@@ -1,0 +1,123 @@
+"""What a model class puts into its KV cache, found by running it.
+
+Configurations name heads and widths in dozens of ways, and no list of them stays complete. But
+every class hands its keys and values to `cache.update`. So the class is run on a few tokens, on
+the meta device and therefore at full size without memory, and what arrives there is written down:
+from which module, for which layer, in what shape.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+
+from kvarn_cli.errors import UnsupportedModelError
+from kvarn_cli.model.loading import quiet_transformers
+from kvarn_cli.model.shrunken import MODEL_CODE_ERRORS, build_model
+
+_NUM_TOKENS = 8
+
+
+@dataclass(frozen=True)
+class TracedLayer:
+    """What one layer of the cache was given.
+
+    Attributes:
+        module: path of the attention module that gave it.
+        num_kv_heads: heads of keys and values, as they are cached.
+        key_width: channels of a head of keys.
+        value_width: channels of a head of values.
+    """
+
+    module: str
+    num_kv_heads: int
+    key_width: int
+    value_width: int
+
+
+def build_without_weights(
+    config: PreTrainedConfig, *, trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """The model at full size on the meta device, ready to be traced.
+
+    Raises:
+        UnsupportedModelError: the architecture's class cannot be built from the configuration.
+    """
+    with quiet_transformers():
+        model = build_model(config, torch.device("meta"), trust_remote_code=trust_remote_code)
+        model.set_experts_implementation("batched_mm")
+        model.train(False)
+    return model
+
+
+def trace_cache(model: PreTrainedModel) -> dict[int, TracedLayer]:
+    """Run a model on a few tokens and note what each layer of its cache is given.
+
+    Args:
+        model: on any device; on `meta` nothing is computed.
+
+    Returns:
+        By index in the cache, in its order; empty for a model that keeps no keys and values.
+
+    Raises:
+        UnsupportedModelError: the model does not run on tokens alone.
+    """
+    traced: dict[int, TracedLayer] = {}
+    text_config = model.config.get_text_config(decoder=True)
+    tokens = torch.zeros(1, _NUM_TOKENS, dtype=torch.int64, device=model.device)
+    try:
+        with quiet_transformers(), _module_paths(model) as running, torch.no_grad():
+            cache = _TracingCache(text_config, running, traced)
+            model(input_ids=tokens, cache=cache, use_cache=True)
+    except MODEL_CODE_ERRORS as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UnsupportedModelError(
+            f"{type(model).__name__} does not run on a few tokens, so what it caches is not "
+            f"known: {reason}",
+            hint="supported are models that transformers runs as decoders with its DynamicCache",
+        ) from error
+    return dict(sorted(traced.items()))
+
+
+class _TracingCache(DynamicCache):
+    def __init__(
+        self, config: PreTrainedConfig, running: list[str], traced: dict[int, TracedLayer]
+    ) -> None:
+        super().__init__(config=config)
+        self.running, self.traced = running, traced
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        self.traced[layer_idx] = TracedLayer(
+            module=self.running[-1],
+            num_kv_heads=key_states.shape[1],
+            key_width=key_states.shape[-1],
+            value_width=value_states.shape[-1],
+        )
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+
+@contextmanager
+def _module_paths(model: nn.Module) -> Iterator[list[str]]:
+    """A list of the modules whose forward is running, outermost first."""
+    running: list[str] = []
+    handles = []
+    for path, module in model.named_modules():
+        handles += [
+            module.register_forward_pre_hook(lambda *_, path=path: running.append(path)),
+            module.register_forward_hook(lambda *_: _leave(running), always_call=True),
+        ]
+    try:
+        yield running
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _leave(running: list[str]) -> None:
+    running.pop()
