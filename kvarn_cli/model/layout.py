@@ -296,7 +296,8 @@ def _output_projection(model: PreTrainedModel, path: str) -> Linear | None:
 
 def _child(module: nn.Module, names: Iterable[str]) -> Linear | None:
     children = dict(module.named_children())
-    return next(filter(None, (_linear(children.get(name)) for name in names)), None)
+    found = (_linear(children.get(name)) for name in names)
+    return next((linear for linear in found if linear is not None), None)
 
 
 def _linear(module: nn.Module | None) -> Linear | None:
