@@ -34,6 +34,7 @@ def plan_summary(plan: ConversionPlan, output: Path | None) -> dict[str, object]
         "cache_dtype": settings.cache_dtype,
         "encoder": settings.encoder,
         "rotation": "fused" if plan.layout else "online",
+        "not_fused": plan.not_fused,
         "dtype": plan.dtype,
         "proof": asdict(plan.proof) if plan.proof else None,
         "head_dim": cache.head_dim,
