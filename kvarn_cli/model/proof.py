@@ -36,10 +36,10 @@ from kvarn_cli.model.layout import (
 from kvarn_cli.model.loading import quiet_transformers
 from kvarn_cli.model.shrunken import (
     MODEL_CODE_ERRORS,
-    VOCAB_SIZE,
     build_random_model,
     shrink_config,
 )
+from kvarn_cli.model.shrunken_config import VOCAB_SIZE
 
 FLOAT64_TOLERANCE = 1e-9
 FLOAT32_TOLERANCE = 1e-5

@@ -1,27 +1,22 @@
 """A small random instance of a model's architecture, for proofs that need no weights.
 
-The instance is built by the model's own classes from its own configuration. What decides the
-arithmetic is kept: head width, grouping of queries (up to four per KV head), the kinds of layers,
-norms, biases, RoPE, tied embeddings. What only costs time is cut: layers, heads, widths,
-vocabulary. Every parameter and every float buffer is drawn at random, because a bias at 0 or a
-gate at 1 would hide exactly what a proof looks for.
+The instance is built by the model's own classes from its own configuration, shrunken by
+`shrunken_config`. Every parameter and every float buffer is drawn at random, because a bias at 0
+or a gate at 1 would hide exactly what a proof looks for.
 """
 
-import copy
 from typing import Any
 
 import torch
+import transformers
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
 
 from kvarn_cli.errors import UnsupportedModelError
+from kvarn_cli.model.shrunken_config import cut_config
 
-VOCAB_SIZE = 128
-
-_NUM_LAYERS = 2
-_NUM_KV_HEADS = 2
-_INTERMEDIATE_SIZE = 64
 MODEL_CODE_ERRORS = (
     ArithmeticError,
     AssertionError,
@@ -41,33 +36,24 @@ MODEL_CODE_ERRORS = (
 def shrink_config(config: PreTrainedConfig) -> PreTrainedConfig:
     """A copy of the configuration with few layers, few heads and small widths.
 
-    Layers: the first of each kind in `layer_types`, two at least. Heads: two KV heads and at most
-    four query heads for each. `head_dim` stays, so the proof runs with the very rotation that is
-    fused; the hidden size equals heads * head_dim where it does in the original.
+    Layers: the first of each kind, two at least. Heads: two KV heads, and for each at most four
+    query heads, or two where heads are wider than 64. Head widths stay, so the proof runs with
+    the very rotation that is fused.
 
     Args:
-        config: has num_hidden_layers, num_attention_heads and hidden_size; left as it is.
+        config: of a model, with or without parts for images and sound; left as it is.
+
+    Raises:
+        UnsupportedModelError: its values are of kinds that the configuration's own code, or this
+            one, cannot read.
     """
-    small = copy.deepcopy(config)
-    _keep_layers(small)
-    num_heads = config.num_attention_heads
-    num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
-    group = min(num_heads // num_kv_heads, max(2, min(4, 512 // head_dim)))
-    small_kv_heads = min(num_kv_heads, _NUM_KV_HEADS)
-    small.num_attention_heads = small_kv_heads * group
-    if getattr(config, "num_key_value_heads", None) is not None:
-        small.num_key_value_heads = small_kv_heads
-    small.hidden_size = small_kv_heads * group * head_dim
-    if config.hidden_size != num_heads * head_dim:
-        small.hidden_size //= 2
-    small.vocab_size = VOCAB_SIZE
-    for name, value in vars(config).items():
-        if name.endswith("intermediate_size") and isinstance(value, int):
-            setattr(small, name, min(value, _INTERMEDIATE_SIZE))
-        elif name.endswith("_token_id"):
-            setattr(small, name, _clamp_ids(value))
-    return small
+    try:
+        return cut_config(config)
+    except MODEL_CODE_ERRORS as error:
+        raise UnsupportedModelError(
+            f"no small instance of {type(config).__name__} can be made: {_first_line(error)}",
+            hint="a value in config.json may be wrong",
+        ) from error
 
 
 def build_random_model(
@@ -101,14 +87,9 @@ def build_model(
         UnsupportedModelError: the class cannot be built from the configuration.
     """
     try:
-        with torch.random.fork_rng(devices=[]), device:
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(
-                config,
-                dtype=torch.float64,
-                attn_implementation="eager",
-                experts_implementation="eager",
-                trust_remote_code=trust_remote_code,
-            )
+        with torch.random.fork_rng(devices=[]), no_init_weights(), device:
+            model = _build(config, trust_remote_code=trust_remote_code)
+        model.tie_weights()
     except MODEL_CODE_ERRORS as error:
         raise UnsupportedModelError(
             f"no model of {type(config).__name__} can be built: {_first_line(error)}",
@@ -117,24 +98,23 @@ def build_model(
     return model
 
 
-def _keep_layers(config: PreTrainedConfig) -> None:
-    num_layers = config.num_hidden_layers
-    kinds = getattr(config, "layer_types", None) or []
-    kept = {kinds.index(kind) for kind in kinds}
-    for index in range(num_layers):
-        if len(kept) >= _NUM_LAYERS:
-            break
-        kept.add(index)
-    for name, value in vars(config).items():
-        if isinstance(value, list) and len(value) == num_layers:
-            setattr(config, name, [value[index] for index in sorted(kept)])
-    config.num_hidden_layers = len(kept)
-
-
-def _clamp_ids(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_clamp_ids(item) for item in value]
-    return min(value, VOCAB_SIZE - 1) if isinstance(value, int) else value
+def _build(config: PreTrainedConfig, *, trust_remote_code: bool) -> PreTrainedModel:
+    """The class that the checkpoint names where it is transformers' own, else the causal one."""
+    options: dict[str, Any] = {
+        "dtype": torch.float64,
+        "attn_implementation": "eager",
+        "experts_implementation": "eager",
+    }
+    names = config.architectures or []
+    named = getattr(transformers, names[0], None) if names else None
+    if type(config) not in AutoModelForCausalLM._model_mapping and not hasattr(config, "auto_map"):
+        if named is not None:
+            return named._from_config(config, **options)  # type: ignore[no-any-return]
+        config = config.get_text_config(decoder=True)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(
+        config, trust_remote_code=trust_remote_code, **options
+    )
+    return model
 
 
 def _draw(model: nn.Module, generator: torch.Generator) -> None:

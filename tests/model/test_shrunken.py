@@ -3,7 +3,8 @@ import torch
 from tiny_models import tiny_config
 from transformers import LlamaConfig
 
-from kvarn_cli.model.shrunken import VOCAB_SIZE, build_random_model, shrink_config
+from kvarn_cli.model.shrunken import build_random_model, shrink_config
+from kvarn_cli.model.shrunken_config import VOCAB_SIZE
 
 LLAMA = LlamaConfig(
     hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, num_hidden_layers=32
@@ -14,8 +15,8 @@ def test_keeps_what_decides_the_arithmetic():
     small = shrink_config(LLAMA)
     assert type(small) is LlamaConfig
     assert small.head_dim == 128
-    assert (small.num_attention_heads, small.num_key_value_heads) == (8, 2)
-    assert small.hidden_size == 8 * 128
+    assert (small.num_attention_heads, small.num_key_value_heads) == (4, 2)
+    assert small.hidden_size == 4 * 128
     assert small.num_hidden_layers == 2
     assert small.vocab_size == VOCAB_SIZE
     assert LLAMA.num_hidden_layers == 32
