@@ -7,6 +7,7 @@ import pytest
 import torch
 from awkward_checkpoint import CALIBRATION_TEXT, edit_config
 from conversions import convert
+from fused_models import layout_of
 from safetensors.torch import load_file, save_file
 from tiny_models import build_tiny_checkpoint, tiny_tokenizer
 from transformers import Gemma2Config
@@ -16,7 +17,6 @@ from kvarn_cli.evaluation.calibration import CalibrationText
 from kvarn_cli.evaluation.measurement import measure_methods
 from kvarn_cli.inspection import Extras, default_methods, inspect_model
 from kvarn_cli.model.fusion import tensor_rotations
-from kvarn_cli.model.layout import find_layout
 from kvarn_cli.model.loading import load_model, load_tokenizer
 from kvarn_cli.quantization.hadamard import fused_rotation, hadamard_matrix
 from kvarn_cli.quantization.methods import parse_method
@@ -234,8 +234,7 @@ def test_the_rotation_is_the_one_that_is_described(llama, tmp_path, text):
     """A model fused with plain H costs KIVI as much as the original does."""
     folder = convert(llama, tmp_path / "plain", preset="k2v2_g32").output
     model = load_model(llama, dtype=torch.float32, device=CPU)
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    rotations = tensor_rotations(find_layout(model.config, shapes), hadamard_matrix(32))
+    rotations = tensor_rotations(layout_of(model), hadamard_matrix(32))
     tensors = load_file(llama / "model.safetensors")
     for name, rotate in rotations.items():
         tensors[name] = rotate(tensors[name])

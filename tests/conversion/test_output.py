@@ -8,14 +8,14 @@ import pytest
 import torch
 from checkpoint_files import contents
 from conversions import convert
+from fused_models import layout_of
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from kvarn_cli.checkpoint.checkpoint import open_checkpoint
 from kvarn_cli.conversion import run as run_module
 from kvarn_cli.errors import CheckpointError, KvarnError, UnsupportedModelError, UsageError
 from kvarn_cli.model.fusion import tensor_rotations
-from kvarn_cli.model.layout import find_layout
 
 
 def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -28,11 +28,8 @@ def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 def rotated(model: Path, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
     """What the whole tensors become, without blocks or streams."""
-    checkpoint = open_checkpoint(model)
-    shapes = {name: checkpoint.info(name).shape for name in checkpoint.weight_map}
-    rotations = tensor_rotations(
-        find_layout(AutoConfig.from_pretrained(model), shapes), dtype=dtype
-    )
+    layout = layout_of(AutoModelForCausalLM.from_pretrained(model))
+    rotations = tensor_rotations(layout, dtype=dtype)
     originals = all_tensors(model)
     return {name: rotate(originals[name]) for name, rotate in rotations.items()}
 

@@ -15,6 +15,7 @@ from kvarn_cli.settings import KVarNSettings
 
 SETTINGS = KVarNSettings(key_bits=4, value_bits=4, group_size=32, sink_tokens=32, iterations=4)
 SPEC = "kvarn:k4v4_g32,sink_tokens=32,iterations=4"
+ROTATION = fused_rotation(32)
 
 
 @pytest.fixture(scope="module")
@@ -35,12 +36,14 @@ def fused_weights(llama: PreTrainedModel) -> dict[str, Tensor]:
 def test_a_fused_model_is_measured_on_both_kinds_of_engine(
     llama: PreTrainedModel, windows: Tensor, fused_weights: dict[str, Tensor]
 ) -> None:
-    engines = validate(llama, windows, SETTINGS, fused_weights, silent)
+    engines = validate(
+        llama, windows, SETTINGS, fused_weights, silent, fused_rotation=ROTATION
+    )
     measured = measure_methods(
         fuse(llama),
         windows,
         [parse_method(f"{SPEC},value_rotation={where}") for where in ("fused", "online")],
-        fused_rotation=fused_rotation(32),
+        fused_rotation=ROTATION,
         static=False,
     )
     assert [errors.engine for errors in engines] == ["honours_marker", "rotates_again"]
@@ -74,7 +77,9 @@ def test_public_engines_are_measured_with_the_reference_encoder(
     llama: PreTrainedModel, windows: Tensor, fused_weights: dict[str, Tensor]
 ) -> None:
     refined = SETTINGS.with_(encoder="refined")
-    fused = validate(llama, windows, refined, fused_weights, silent)
+    fused = validate(
+        llama, windows, refined, fused_weights, silent, fused_rotation=ROTATION
+    )
     online = validate(llama, windows, refined, {}, silent)
     by_engine = [
         [(errors.engine, errors.encoder) for errors in engines] for engines in (fused, online)
@@ -99,7 +104,7 @@ def test_the_original_gets_its_weights_back(
 
     for report in (silent, interrupt):
         with contextlib.suppress(KeyboardInterrupt):
-            validate(llama, windows, SETTINGS, fused_weights, report)
+            validate(llama, windows, SETTINGS, fused_weights, report, fused_rotation=ROTATION)
         for name, weight in before.items():
             assert torch.equal(llama.get_parameter(name), weight)
 
@@ -108,5 +113,12 @@ def test_every_pass_is_reported(
     llama: PreTrainedModel, windows: Tensor, fused_weights: dict[str, Tensor]
 ) -> None:
     seen: list[tuple[str, int, int]] = []
-    validate(llama, windows, SETTINGS, fused_weights, lambda *progress: seen.append(progress))
+    validate(
+        llama,
+        windows,
+        SETTINGS,
+        fused_weights,
+        lambda *progress: seen.append(progress),
+        fused_rotation=ROTATION,
+    )
     assert seen == [("validating", done, 6) for done in range(7)]

@@ -2,16 +2,13 @@ from functools import partial
 
 import pytest
 import torch
+from fused_models import layout_of
 from tiny_models import tiny_config, tiny_model
 from torch.nn.functional import linear
 
 from kvarn_cli.errors import CheckpointError, UnsupportedModelError
-from kvarn_cli.model.fusion import (
-    rotate_output_weight,
-    rotate_value_bias,
-    rotate_value_weight,
-    tensor_rotations,
-)
+from kvarn_cli.model.fusion import put_heads, rotate_heads, take_heads, tensor_rotations
+from kvarn_cli.model.layout import HeadSlices
 from kvarn_cli.quantization.hadamard import fused_rotation
 
 HEAD_DIM, KV_HEADS, HIDDEN = 32, 3, 48
@@ -22,14 +19,20 @@ def normal():
     return partial(torch.randn, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
+def heads(num_heads, axis=0):
+    starts = tuple(range(0, num_heads * HEAD_DIM, HEAD_DIM))
+    return HeadSlices("some.weight", axis, starts, HEAD_DIM)
+
+
 def test_the_cached_v_is_v_times_the_rotation(normal):
     weight, bias = normal(KV_HEADS * HEAD_DIM, HIDDEN), normal(KV_HEADS * HEAD_DIM)
     hidden_states = normal(5, HIDDEN)
     rotation = fused_rotation(HEAD_DIM, dtype=torch.float64)
     plain = linear(hidden_states, weight, bias).unflatten(-1, (KV_HEADS, HEAD_DIM))
-    fused = linear(
-        hidden_states, rotate_value_weight(weight, rotation), rotate_value_bias(bias, rotation)
-    ).unflatten(-1, (KV_HEADS, HEAD_DIM))
+    fused_weight, fused_bias = (
+        rotate_heads(it, heads(KV_HEADS), rotation) for it in (weight, bias)
+    )
+    fused = linear(hidden_states, fused_weight, fused_bias).unflatten(-1, (KV_HEADS, HEAD_DIM))
     for head in range(KV_HEADS):
         torch.testing.assert_close(fused[:, head], plain[:, head] @ rotation)
 
@@ -38,21 +41,45 @@ def test_o_takes_the_rotation_back(normal):
     weight = normal(HIDDEN, 2 * HEAD_DIM)
     rotation = fused_rotation(HEAD_DIM, dtype=torch.float64)
     attention_output = normal(5, 2, HEAD_DIM)
+    fused_weight = rotate_heads(weight, heads(2, axis=1), rotation)
     torch.testing.assert_close(
-        linear((attention_output @ rotation).flatten(1), rotate_output_weight(weight, rotation)),
+        linear((attention_output @ rotation).flatten(1), fused_weight),
         linear(attention_output.flatten(1), weight),
     )
 
 
-@pytest.mark.parametrize("rows", [1, 1024, 1025])
-def test_output_weight_in_blocks_equals_one_product(normal, rows):
-    weight = normal(rows, 2 * HEAD_DIM)
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("rows_at_once", [HEAD_DIM, 2 * HEAD_DIM, 5 * HEAD_DIM])
+def test_rows_in_blocks_equal_the_whole(normal, axis, rows_at_once):
+    """Heads 1 and 3 of four; the others, as Q and K beside V, keep every bit."""
+    weight = normal(4 * HEAD_DIM, 4 * HEAD_DIM)
+    some = HeadSlices("some.weight", axis, (HEAD_DIM, 3 * HEAD_DIM), HEAD_DIM)
     rotation = fused_rotation(HEAD_DIM, dtype=torch.float64)
-    whole = torch.einsum("khd,de->khe", weight.view(rows, 2, HEAD_DIM), rotation)
-    torch.testing.assert_close(rotate_output_weight(weight, rotation), whole.flatten(1))
+    whole = rotate_heads(weight, some, rotation)
+    blocks = [
+        rotate_heads(rows, some, rotation, first_row=index * rows_at_once)
+        for index, rows in enumerate(weight.split(rows_at_once))
+    ]
+    assert torch.equal(torch.cat(blocks), whole)
+    by_head, originals = (it.unflatten(axis, (4, HEAD_DIM)) for it in (whole, weight))
+    for head in range(4):
+        unchanged = torch.equal(by_head.select(axis, head), originals.select(axis, head))
+        assert unchanged is (head in (0, 2))
 
 
-def test_logits_agree_and_the_transpose_undoes_the_fusion(model, layout_of, tokens):
+@pytest.mark.parametrize("axis", [0, 1])
+def test_heads_that_are_taken_out_can_be_put_back(normal, axis):
+    weight = normal(3 * HEAD_DIM, 3 * HEAD_DIM)
+    some = HeadSlices("some.weight", axis, (2 * HEAD_DIM,), HEAD_DIM)
+    vectors = take_heads(weight, some)
+    assert vectors.shape == (1, 3 * HEAD_DIM, HEAD_DIM)
+    emptied = put_heads(weight.clone(), some, torch.zeros_like(vectors))
+    assert not take_heads(emptied, some).any()
+    assert torch.equal(put_heads(emptied, some, vectors), weight)
+    assert torch.equal(put_heads(weight.clone(), some, take_heads(weight, some)), weight)
+
+
+def test_logits_agree_and_the_transpose_undoes_the_fusion(model, tokens):
     layout = layout_of(model)
     weights = model.state_dict()
     original = {name: weight.clone() for name, weight in weights.items()}
@@ -64,13 +91,13 @@ def test_logits_agree_and_the_transpose_undoes_the_fusion(model, layout_of, toke
         after = model(tokens).logits
     torch.testing.assert_close(after, before, atol=1e-4, rtol=0)
 
-    rotation = fused_rotation(layout.cache.head_dim)
+    rotation = fused_rotation(layout.head_dim)
     for name, restored in tensor_rotations(layout, rotation.T).items():
         torch.testing.assert_close(restored(weights[name]), original[name], atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_rotates_in_float32_and_rounds_once(layout_of, dtype):
+def test_rotates_in_float32_and_rounds_once(dtype):
     model = tiny_model(tiny_config("qwen2"), dtype=dtype)
     for name, rotated in tensor_rotations(layout_of(model)).items():
         weight = model.state_dict()[name]
@@ -83,7 +110,7 @@ def test_rotates_in_float32_and_rounds_once(layout_of, dtype):
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_refuses_nan_and_infinity_by_name(layout_of, value):
+def test_refuses_nan_and_infinity_by_name(value):
     model = tiny_model(tiny_config("llama"))
     name = "model.layers.1.self_attn.o_proj.weight"
     weight = model.state_dict()[name].clone()
@@ -92,7 +119,7 @@ def test_refuses_nan_and_infinity_by_name(layout_of, value):
         tensor_rotations(layout_of(model))[name](weight)
 
 
-def test_refuses_float16_overflow_by_name(layout_of):
+def test_refuses_float16_overflow_by_name():
     model = tiny_model(tiny_config("llama"))
     name = "model.layers.0.self_attn.v_proj.weight"
     weight = torch.full((64, 128), 6e4, dtype=torch.float16)
@@ -101,7 +128,7 @@ def test_refuses_float16_overflow_by_name(layout_of):
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
-def test_refuses_quantized_dtypes_by_name(layout_of, dtype):
+def test_refuses_quantized_dtypes_by_name(dtype):
     model = tiny_model(tiny_config("llama"))
     name = "model.layers.0.self_attn.v_proj.weight"
     with pytest.raises(UnsupportedModelError, match=f"{name} has dtype {dtype}"):

@@ -1,45 +1,38 @@
 import pytest
-from tiny_models import tiny_config
+from fused_models import layout_of
+from tiny_models import tiny_config, tiny_model
+from torch import nn
+from transformers import BloomConfig, GPT2Config, GPTNeoXConfig, Phi3Config
 
 from kvarn_cli.errors import UnsupportedModelError
-from kvarn_cli.model.cache_layout import find_cache_layout
-from kvarn_cli.model.layout import check_dtypes, find_layout
+from kvarn_cli.model.cache_trace import TracedLayer, build_without_weights, trace_cache
+from kvarn_cli.model.layout import (
+    ARRANGEMENTS,
+    HeadSlices,
+    check_dtypes,
+    find_layout,
+    has_joined_projections,
+)
 
-CONFIG = tiny_config("qwen2")
-WIDE, NARROW, HIDDEN = 128, 64, 128
-
-
-def block(index: int, prefix: str = "model.") -> dict[str, tuple[int, ...]]:
-    name = f"{prefix}layers.{index}.self_attn."
-    return {
-        f"{name}q_proj.weight": (WIDE, HIDDEN),
-        f"{name}q_proj.bias": (WIDE,),
-        f"{name}k_proj.weight": (NARROW, HIDDEN),
-        f"{name}k_proj.bias": (NARROW,),
-        f"{name}v_proj.weight": (NARROW, HIDDEN),
-        f"{name}v_proj.bias": (NARROW,),
-        f"{name}o_proj.weight": (HIDDEN, WIDE),
-    }
+WIDTH = 32
+SMALL = {"num_hidden_layers": 1, "hidden_size": 4 * WIDTH, "num_attention_heads": 4}
 
 
-TENSORS = block(0) | block(1) | {"model.norm.weight": (HIDDEN,)}
-
-
-def test_finds_every_layer_of_every_family(family, model, layout_of):
+def test_finds_every_layer_of_every_family(family, model):
     layout = layout_of(model)
     assert [layer.index for layer in layout.layers] == [0, 1]
-    names = set(model.state_dict())
+    assert [layer.module for layer in layout.layers] == [
+        "model.layers.0.self_attn",
+        "model.layers.1.self_attn",
+    ]
     for layer in layout.layers:
-        assert names.issuperset(layer.tensors)
-        assert (layer.value_bias is not None) == (family == "qwen2")
-    assert [layer.index for layer in layout.left_out] == (
-        [0, 1] if family == "mistral-sliding" else []
-    )
+        assert set(model.state_dict()).issuperset(layer.tensors)
+        assert len(layer.value) == (2 if family == "qwen2" else 1)
+        assert (layer.num_heads, layer.num_kv_heads) == (4, 2)
 
 
 def test_output_bias_is_not_among_the_fused_tensors():
-    with_output_bias = TENSORS | {"model.layers.0.self_attn.o_proj.bias": (HIDDEN,)}
-    layer = find_layout(CONFIG, with_output_bias).layers[0]
+    layer = layout_of(tiny_model(tiny_config("llama", attention_bias=True))).layers[0]
     assert layer.tensors == (
         "model.layers.0.self_attn.v_proj.weight",
         "model.layers.0.self_attn.v_proj.bias",
@@ -47,97 +40,124 @@ def test_output_bias_is_not_among_the_fused_tensors():
     )
 
 
-@pytest.mark.parametrize("prefix", ["", "language_model.model."])
-def test_the_prefix_may_vary(prefix):
-    layout = find_layout(CONFIG, block(0, prefix) | block(1, prefix))
-    assert layout.layers[1].output_weight == f"{prefix}layers.1.self_attn.o_proj.weight"
+def slices(config, arrangement):
+    layout = layout_of(build_without_weights(config), arrangement)
+    return {heads.tensor: heads for heads in layout.layers[0].slices}
 
 
-def test_layers_that_the_model_does_not_load_are_ignored():
-    extra = block(2) | block(0, "mtp.")
-    assert find_layout(CONFIG, TENSORS | extra) == find_layout(CONFIG, TENSORS)
+def test_values_come_last_in_phi3():
+    found = slices(
+        Phi3Config(**SMALL, num_key_value_heads=2, pad_token_id=0, vocab_size=64), "values last"
+    )
+    assert found["model.layers.0.self_attn.qkv_proj.weight"] == HeadSlices(
+        "model.layers.0.self_attn.qkv_proj.weight", 0, (6 * WIDTH, 7 * WIDTH), WIDTH
+    )
 
 
-def test_refuses_two_candidates_for_the_decoder():
-    with pytest.raises(UnsupportedModelError, match=r"model\.layers and draft\.layers"):
-        find_layout(CONFIG, TENSORS | block(0, "draft.") | block(1, "draft."))
+@pytest.mark.parametrize("config", [GPTNeoXConfig(**SMALL), BloomConfig(n_head=4, hidden_size=128)])
+def test_each_head_has_its_own_query_key_and_value_in_gpt_neox_and_bloom(config):
+    found = slices(config, "by KV head")
+    joined = [heads for name, heads in found.items() if "query_key_value" in name]
+    assert len(joined) == 2
+    for heads in joined:
+        assert heads.starts == (2 * WIDTH, 5 * WIDTH, 8 * WIDTH, 11 * WIDTH)
 
 
-@pytest.mark.parametrize("part", ["v_proj.weight", "o_proj.weight", "q_proj.weight"])
-def test_refuses_a_missing_tensor_by_name(part):
-    name = f"model.layers.1.self_attn.{part}"
-    tensors = {key: shape for key, shape in TENSORS.items() if key != name}
-    with pytest.raises(UnsupportedModelError, match=f"{name} is missing"):
-        find_layout(CONFIG, tensors)
+def test_gpt2_stores_its_weights_transposed():
+    found = slices(GPT2Config(n_layer=1, n_head=4, n_embd=128), "values last")
+    axes = {name.partition("attn.")[2]: heads.axis for name, heads in found.items()}
+    assert axes == {"c_attn.weight": 1, "c_attn.bias": 0, "c_proj.weight": 0}
 
 
-def test_refuses_a_missing_layer_by_name():
-    with pytest.raises(UnsupportedModelError, match=r"layers\.1\.self_attn\.v_proj.* is missing"):
-        find_layout(CONFIG, block(0))
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(8, 8), (8, 2), (4, 1)])
+def test_every_arrangement_gives_each_head_its_own_channels(arrangement, num_heads, num_kv_heads):
+    starts = list(ARRANGEMENTS[arrangement](num_heads, num_kv_heads, WIDTH))
+    if arrangement == "in quarters" and num_heads != num_kv_heads:
+        assert starts == []
+        return
+    assert len(set(starts)) == num_kv_heads
+    assert all(start % WIDTH == 0 for start in starts)
+    assert max(starts) < (num_heads + 2 * num_kv_heads) * WIDTH
+
+
+def test_joined_projections_are_told_from_separate_ones():
+    for config, joined in ((GPT2Config(n_layer=1), True), (tiny_config("llama"), False)):
+        model = build_without_weights(config)
+        assert has_joined_projections(model, trace_cache(model)) is joined
+
+
+def test_modules_of_another_width_are_left_out(model):
+    traced = {
+        0: TracedLayer("model.layers.0.self_attn", 2, 32, 32),
+        1: TracedLayer("model.layers.1.self_attn", 2, 64, 64),
+    }
+    layout = find_layout(model, traced, 32, "values last")
+    assert [layer.index for layer in layout.layers] == [0]
+
+
+def test_a_module_that_runs_for_several_layers_counts_once(model):
+    path = "model.layers.1.self_attn"
+    traced = {index: TracedLayer(path, 2, 32, 32) for index in (3, 7)}
+    (layer,) = find_layout(model, traced, 32, "values last").layers
+    assert (layer.index, layer.module) == (3, path)
+
+
+def change(model, name, module):
+    setattr(model.model.layers[1].self_attn, name, module)
+    return model
 
 
 @pytest.mark.parametrize(
-    ("part", "shape"),
+    ("name", "module", "named"),
     [
-        ("v_proj.weight", (WIDE, HIDDEN)),
-        ("v_proj.bias", (WIDE,)),
-        ("o_proj.weight", (WIDE, NARROW)),
-        ("q_proj.weight", (2 * WIDE, HIDDEN)),  # an output gate hides in the second half
+        ("v_proj", None, r"layers\.1\.self_attn \(LlamaAttention\) has no projection to V"),
+        ("o_proj", None, r"layers\.1\.self_attn \(LlamaAttention\) has no output projection"),
+        ("v_proj", nn.Embedding(64, 128), "has no projection to V"),
+        ("v_proj", nn.Linear(128, 128), "make 128 channels and read 128, which does not fit the 2"),
+        ("v_proj", nn.Linear(128, 70), "make 70 channels"),
+        ("o_proj", nn.Linear(96, 128), "make 64 channels and read 96"),
+        ("o_proj", nn.Linear(130, 128), "read 130"),
     ],
 )
-def test_refuses_an_unexpected_shape_by_name(part, shape):
-    name = f"model.layers.0.self_attn.{part}"
-    with pytest.raises(UnsupportedModelError, match=f"{name} has shape"):
-        find_layout(CONFIG, TENSORS | {name: shape})
-
-
-@pytest.mark.parametrize(
-    "part", ["gate.weight", "sinks", "attn_sub_norm.weight", "v_norm.weight", "v_proj.weight_scale"]
-)
-def test_refuses_unknown_tensors_in_attention(part):
-    name = f"model.layers.1.self_attn.{part}"
-    with pytest.raises(UnsupportedModelError, match=name) as caught:
-        find_layout(CONFIG, TENSORS | {name: (WIDE,)})
-    assert "--rotation online" in caught.value.hint
-
-
-def test_old_rope_buffers_are_no_obstacle():
-    find_layout(CONFIG, TENSORS | {"model.layers.0.self_attn.rotary_emb.inv_freq": (16,)})
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "model.layers.0.self_attn.qkv_proj.weight",
-        "transformer.h.0.attention.query_key_value.weight",
-        "transformer.h.0.attn.c_attn.weight",
-        "model.layers.0.self_attn.kv_b_proj.weight",
-    ],
-)
-def test_refuses_joined_projections_and_names_them(name):
-    with pytest.raises(UnsupportedModelError, match=name):
-        find_layout(CONFIG, {name: (3 * WIDE, HIDDEN)})
-
-
-def test_refuses_foreign_names():
-    with pytest.raises(UnsupportedModelError, match="no tensor is named"):
-        find_layout(CONFIG, {"decoder.block.0.attention.v.weight": (NARROW, HIDDEN)})
-
-
-@pytest.mark.parametrize(
-    ("quantization", "named"), [({"quant_method": "awq"}, "awq"), ({"quant_algo": "FP8"}, "FP8")]
-)
-def test_refuses_quantized_weights_but_offers_online_rotation(quantization, named):
-    config = tiny_config("qwen2", quantization_config=quantization)
+def test_what_does_not_fit_is_refused_by_name(name, module, named):
+    llama = tiny_model(tiny_config("llama"))
+    traced = trace_cache(llama)
     with pytest.raises(UnsupportedModelError, match=named) as caught:
-        find_layout(config, TENSORS)
+        find_layout(change(llama, name, module), traced, 32, "values last")
     assert "--rotation online" in caught.value.hint
-    assert find_cache_layout(config).covered == (0, 1)
+
+
+def test_a_thin_wrapper_and_a_projection_beside_attention_are_found():
+    llama = tiny_model(tiny_config("llama"))
+    traced = trace_cache(llama)
+    layer = llama.model.layers[1]
+    wrapped = nn.Module()
+    wrapped.linear = nn.Linear(128, 64, bias=False)
+    layer.self_attn.v_proj = wrapped
+    layer.output = nn.Module()
+    layer.output.dense = layer.self_attn.o_proj
+    layer.self_attn.o_proj = None
+    found = find_layout(llama, traced, 32, "values last").layers[1]
+    assert found.tensors == (
+        "model.layers.1.self_attn.v_proj.linear.weight",
+        "model.layers.1.output.dense.weight",
+    )
+
+
+def test_renamed_modules_follow_their_tensors(model):
+    layout = layout_of(model)
+    names = {name: name.removeprefix("model.") for name in layout.tensors}
+    renamed = layout.renamed(names)
+    assert renamed.tensors == tuple(names.values())
+    assert [layer.module for layer in renamed.layers] == ["layers.0.self_attn", "layers.1.self_attn"]
+    assert layout.row_step("model.layers.0.self_attn.v_proj.weight") == 32
+    assert layout.row_step("model.layers.0.self_attn.o_proj.weight") == 1
 
 
 def test_dtypes_must_be_plain_floats():
-    layout = find_layout(CONFIG, TENSORS)
-    dtypes = dict.fromkeys(TENSORS, "BF16")
+    layout = layout_of(tiny_model(tiny_config("qwen2")))
+    dtypes = dict.fromkeys((*layout.tensors, "model.norm.weight"), "BF16")
     check_dtypes(layout, dtypes)
     dtypes["model.norm.weight"] = "F8_E4M3"
     check_dtypes(layout, dtypes)

@@ -1,11 +1,10 @@
 import pytest
 import torch
-from tiny_models import tiny_config
 
 from kvarn_cli.errors import CheckpointError, UnsupportedModelError
 from kvarn_cli.model import weight_check
 from kvarn_cli.model.fusion import tensor_rotations
-from kvarn_cli.model.layout import ModelLayout, find_layout
+from kvarn_cli.model.layout import AttentionLayer, HeadSlices, ModelLayout
 from kvarn_cli.model.weight_check import check_weights
 from kvarn_cli.quantization.hadamard import fused_rotation
 
@@ -19,8 +18,6 @@ class Checkpoint:
     def __init__(self, *, dtype=torch.bfloat16, head_dim=32, hidden_size=96, seed=0):
         generator = torch.Generator().manual_seed(seed)
         shapes = {
-            "q_proj.weight": (4 * head_dim, hidden_size),
-            "k_proj.weight": (2 * head_dim, hidden_size),
             "v_proj.weight": (2 * head_dim, hidden_size),
             "v_proj.bias": (2 * head_dim,),
             "o_proj.weight": (hidden_size, 4 * head_dim),
@@ -35,12 +32,17 @@ class Checkpoint:
         )
         self.tensors[self.value_bias] *= 1e-3
         self.dtype = dtype
-        config = tiny_config(
-            "qwen3", num_hidden_layers=1, hidden_size=hidden_size, head_dim=head_dim
+        values, queries = (tuple(range(0, n * head_dim, head_dim)) for n in (2, 4))
+        layer = AttentionLayer(
+            index=0,
+            module="model.layers.0.self_attn",
+            value=tuple(
+                HeadSlices(name, 0, values, head_dim)
+                for name in (self.value_weight, self.value_bias)
+            ),
+            output=HeadSlices(self.output_weight, 1, queries, head_dim),
         )
-        self.layout: ModelLayout = find_layout(
-            config, {n: t.shape for n, t in self.tensors.items()}
-        )
+        self.layout = ModelLayout(head_dim, (layer,))
 
     def read(self, name):
         return self.tensors[name].to(self.dtype)
@@ -129,8 +131,8 @@ def test_names_heads_that_are_all_zero():
     checkpoint.tensors[checkpoint.output_weight][:, :32] = 0
     check = check_weights(checkpoint.layout, checkpoint.read)
     assert check.warnings == (
-        "layer 0: o_proj of query head 0 is all zero",
-        "layer 0: v_proj of KV head 1 is all zero",
+        "layer 0: W_O of query head 0 is all zero",
+        "layer 0: V of KV head 1 is all zero",
     )
 
 

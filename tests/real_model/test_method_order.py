@@ -8,6 +8,7 @@ from kvarn_cli.evaluation.measurement import measure_methods
 from kvarn_cli.evaluation.validation import validate
 from kvarn_cli.model.fusion import tensor_rotations
 from kvarn_cli.progress import silent
+from kvarn_cli.quantization.hadamard import fused_rotation
 from kvarn_cli.quantization.methods import parse_method
 from kvarn_cli.settings import KVarNSettings
 
@@ -44,7 +45,14 @@ def engines(smollm2, smollm2_model, calibration_windows):
         name: rotate(plan.read(name)) for name, rotate in tensor_rotations(plan.layout).items()
     }
     before = {name: smollm2_model.get_parameter(name).clone() for name in fused}
-    measured = validate(smollm2_model, calibration_windows, plan.settings, fused, silent)
+    measured = validate(
+        smollm2_model,
+        calibration_windows,
+        plan.settings,
+        fused,
+        silent,
+        fused_rotation=fused_rotation(plan.layout.head_dim),
+    )
     for name, weight in before.items():
         assert torch.equal(smollm2_model.get_parameter(name), weight)
     return {engine.engine: engine for engine in measured}

@@ -20,6 +20,7 @@ from kvarn_cli.metadata import (
     LeftOutLayer,
     Manifest,
     ProofRecord,
+    RotatedTensor,
     Rotation,
     Rotations,
     Thresholds,
@@ -139,6 +140,8 @@ def rotations(head_dim: int, *, fused: bool) -> Rotations:
         Application(targets=values, location="weight_output"),
         Application(targets=outputs, location="weight_input", inverse=True),
     ]
+    tensors = {f"{name}.weight": RotatedTensor(axis=0, first_channels=[0]) for name in values}
+    tensors |= {f"{name}.weight": RotatedTensor(axis=1, first_channels=[0]) for name in outputs}
     online_at = [Application(targets=values, location="v_cache")]
     keys = [Application(targets=values, location="k_cache")]
     return Rotations(
@@ -148,6 +151,7 @@ def rotations(head_dim: int, *, fused: bool) -> Rotations:
             head_dim=head_dim,
             where="fused" if fused else "online",
             apply=fused_at if fused else online_at,
+            tensors=tensors if fused else {},
         ),
     )
 

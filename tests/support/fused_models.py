@@ -5,17 +5,23 @@ import copy
 import torch
 from transformers import PreTrainedModel
 
+from kvarn_cli.model.cache_trace import trace_cache
 from kvarn_cli.model.fusion import tensor_rotations
-from kvarn_cli.model.layout import find_layout
+from kvarn_cli.model.layout import ModelLayout, find_layout
+
+
+def layout_of(model: PreTrainedModel, arrangement: str = "values last") -> ModelLayout:
+    """Where V and O live in all attention modules of a model, by its parameters' names."""
+    traced = trace_cache(model)
+    width = next(iter(traced.values())).value_width
+    return find_layout(model, traced, width, arrangement)
 
 
 def fuse(model: PreTrainedModel) -> PreTrainedModel:
     """A copy whose V is fused with R = H · diag(bent signs)."""
     fused = copy.deepcopy(model)
     tensors = fused.state_dict()
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    layout = find_layout(model.config, shapes)
     with torch.no_grad():
-        for name, rotation in tensor_rotations(layout).items():
+        for name, rotation in tensor_rotations(layout_of(model)).items():
             tensors[name].copy_(rotation(tensors[name]))
     return fused
