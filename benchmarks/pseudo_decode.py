@@ -1,16 +1,16 @@
 """What the one-pass pseudo-decode costs, and what the ways it replaces cost, in one run.
 
-    python benchmarks/pseudo_decode.py [MODEL] [--tokens 2048] [--rounds 3] [--skip-token-loops]
+    pip install -e .[bench]
+    python benchmarks/pseudo_decode.py [MODEL] [--tokens 2048] [--rounds 3] [--token-rounds 1]
 
 Everything runs on one thread and is counted in CPU time. A round measures the plain forward pass
-and every method once, so that both see the same neighbours on the machine; the table shows the
-median over rounds, of seconds and of the ratio to the round's plain pass. Loops run once, each
-behind a plain pass of its own. With `optimum-quanto` installed, transformers' QuantizedCache is
-measured at 2 bits as well as with its own fp8 backend.
+and every way once, so that all see the same neighbours on the machine; the table shows the median
+over rounds, of seconds and of the ratio to the round's plain pass. Token by token costs about 20
+plain passes; `--token-rounds` says how often it runs, 0 leaves it out. Transformers' own
+QuantizedCache is measured with its quanto backend (the `bench` extra) at 2 bits and with fp8.
 """
 
 import argparse
-import importlib.util
 import subprocess
 import sys
 import time
@@ -27,7 +27,7 @@ from kvarn_cli.evaluation.logit_errors import compare_logits
 from kvarn_cli.evaluation.pseudo_decode import ExactRun, pseudo_decode, record_exact
 from kvarn_cli.evaluation.quantized_attention import decode_steps
 from kvarn_cli.model.loading import load_model, load_tokenizer
-from kvarn_cli.quantization.methods import parse_method
+from kvarn_cli.quantization.methods import Method, parse_method
 from kvarn_cli.runtime.cache import KVarNCache
 from kvarn_cli.settings import KVarNSettings
 
@@ -43,6 +43,15 @@ SPECS = (
 )
 OWN = "kvarn:k2v2_g128"
 SETTINGS = KVarNSettings.from_name("k2v2_g128")
+PLAIN, STATIC = "plain forward", f"static regime of `{OWN}`, beside the exact pass"
+BLOCKS, SINGLES = "block loop", "token by token"
+OWN_CACHE = "`KVarNCache` k2v2"
+CACHES: dict[str, Callable[[PreTrainedModel], Cache]] = {
+    OWN_CACHE: lambda model: KVarNCache(model.config, SETTINGS),
+    "`DynamicCache`": lambda model: DynamicCache(config=model.config),
+    "`QuantizedCache` quanto 2 bits": lambda model: QuantizedCache("quanto", model.config, 2),
+    "`QuantizedCache` fp8": lambda model: QuantizedCache("fp8", model.config),
+}
 
 
 def cpu_seconds(run: Callable[[], object]) -> float:
@@ -60,83 +69,73 @@ def fed(model: PreTrainedModel, tokens: Tensor, cache: Cache, lengths: Iterable[
     return torch.cat(logits)
 
 
-def show(name: str, seconds: float, ratio: float, kl: float | None = None) -> None:
-    """One row of the table."""
-    divergence = "" if kl is None else f"{kl:.4f}"
-    print(f"| {name} | {seconds:.2f} | {ratio:.2f} | {divergence} |", flush=True)
+class Table:
+    """Rows in the order of their first measurement; prints medians over rounds."""
+
+    def __init__(self) -> None:
+        self._rows: dict[str, list[tuple[float, float, float | None]]] = {}
+
+    def add(self, name: str, seconds: float, plain: float, kl: float | None = None) -> None:
+        """One measurement beside a plain pass that took `plain` seconds."""
+        self._rows.setdefault(name, []).append((seconds, seconds / plain, kl))
+        print(f"{name}: {seconds:.2f} s", file=sys.stderr, flush=True)
+
+    def ratio(self, name: str) -> float:
+        """Median ratio of a way to the plain pass."""
+        return median(ratio for _, ratio, _ in self._rows[name])
+
+    def kl(self, name: str) -> float:
+        """Median divergence of a way."""
+        return median(kl for *_, kl in self._rows[name] if kl is not None)
+
+    def print(self) -> None:
+        """As Markdown."""
+        print("| way | CPU s | ratio | KL |\n|---|---|---|---|")
+        for name, rows in self._rows.items():
+            seconds = median(row[0] for row in rows)
+            kl = "" if rows[0][2] is None else f"{self.kl(name):.4f}"
+            print(f"| {name} | {seconds:.2f} | {self.ratio(name):.2f} | {kl} |")
 
 
-def passes(
-    forward: Callable[[], object], model: PreTrainedModel, exact: ExactRun, rounds: int
-) -> float:
-    """Every method with all measurements on, and the static regime; the ratio of `OWN`."""
-    methods = {spec: parse_method(spec) for spec in SPECS}
-    divergences: dict[str, float] = {}
+def measure_passes(
+    table: Table, forward: Callable[[], object], model: PreTrainedModel, exact: ExactRun
+) -> None:
+    """One round of every method with all measurements on, and of the static regime."""
+    plain = cpu_seconds(forward)
+    table.add(PLAIN, plain, plain)
+    for spec in SPECS:
+        method, kl = parse_method(spec), 0.0
 
-    def decode(spec: str) -> None:
-        errors = pseudo_decode(model, exact, methods[spec])
-        divergences[spec] = errors.logits.kl.mean().item()
+        def decode(method: Method = method) -> None:
+            nonlocal kl
+            kl = pseudo_decode(model, exact, method).logits.kl.mean().item()
 
-    seconds: dict[str, list[float]] = {}
-    for _ in range(rounds):
-        seconds.setdefault("plain forward", []).append(cpu_seconds(forward))
-        for spec in SPECS:
-            name = f"one pass, `{spec}`"
-            seconds.setdefault(name, []).append(cpu_seconds(lambda spec=spec: decode(spec)))
-        alone = cpu_seconds(lambda: record_exact(model, exact.tokens))
-        both = cpu_seconds(lambda: record_exact(model, exact.tokens, static_methods=[methods[OWN]]))
-        seconds.setdefault(f"static regime of `{OWN}`, beside the exact pass", []).append(
-            both - alone
-        )
-    plain = seconds["plain forward"]
-    ratios = {
-        name: median(own / base for own, base in zip(values, plain, strict=True))
-        for name, values in seconds.items()
-    }
-    for name, values in seconds.items():
-        spec = name.partition("`")[2].rstrip("`")
-        show(name, median(values), ratios[name], divergences.get(spec))
-    return ratios[f"one pass, `{OWN}`"]
+        seconds = cpu_seconds(decode)
+        table.add(f"one pass, `{spec}`", seconds, plain, kl)
+    own = parse_method(OWN)
+    alone = cpu_seconds(lambda: record_exact(model, exact.tokens))
+    both = cpu_seconds(lambda: record_exact(model, exact.tokens, static_methods=[own]))
+    table.add(STATIC, both - alone, plain)
 
 
-def loops(
+def measure_loop(
+    table: Table,
     forward: Callable[[], object],
     model: PreTrainedModel,
     exact: ExactRun,
-    *,
-    own_ratio: float,
-    token_loops: bool,
+    step: str,
+    name: str,
 ) -> None:
-    """The ways that the pass replaces, each with its divergence."""
+    """One round of one of the ways that the pass replaces, with its divergence."""
     num_tokens = exact.tokens.shape[1]
     blocks = [step.end - step.start for step in decode_steps(num_tokens, SETTINGS)]
-    singles = [1] * num_tokens
-    kvarn = "`KVarNCache` k2v2"
-    ways: dict[str, tuple[Callable[[], Cache], list[int]]] = {
-        f"block loop, {kvarn}": (lambda: KVarNCache(model.config, SETTINGS), blocks),
-        "block loop, `QuantizedCache` fp8": (lambda: QuantizedCache("fp8", model.config), blocks),
-    }
-    if importlib.util.find_spec("optimum") and importlib.util.find_spec("optimum.quanto"):
-        ways["block loop, `QuantizedCache` quanto 2 bits"] = (
-            lambda: QuantizedCache("quanto", model.config, 2),
-            blocks,
-        )
-    if token_loops:
-        ways["token by token, `DynamicCache`"] = (
-            lambda: DynamicCache(config=model.config),
-            singles,
-        )
-        ways[f"token by token, {kvarn}"] = (lambda: KVarNCache(model.config, SETTINGS), singles)
-    for name, (make, lengths) in ways.items():
-        plain = cpu_seconds(forward)
-        started = time.process_time()
-        logits = fed(model, exact.tokens, make(), lengths)
-        seconds = time.process_time() - started
-        kl = compare_logits(exact.logits, logits, exact.tokens[0]).kl.mean().item()
-        show(name, seconds, seconds / plain, kl)
-    if token_loops:
-        faster = seconds / plain / own_ratio
-        print(f"\nOne pass is {faster:.1f} times faster than token by token with {kvarn}.")
+    lengths = blocks if step == BLOCKS else [1] * num_tokens
+    plain, cache = cpu_seconds(forward), CACHES[name](model)
+    started = time.process_time()
+    logits = fed(model, exact.tokens, cache, lengths)
+    seconds = time.process_time() - started
+    kl = compare_logits(exact.logits, logits, exact.tokens[0]).kl.mean().item()
+    table.add(f"{step}, {name}", seconds, plain, kl)
 
 
 def main() -> None:
@@ -145,7 +144,7 @@ def main() -> None:
     parser.add_argument("model", type=Path, nargs="?")
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--skip-token-loops", action="store_true")
+    parser.add_argument("--token-rounds", type=int, default=1)
     arguments = parser.parse_args()
     folder = arguments.model
     if folder is None:
@@ -163,17 +162,26 @@ def main() -> None:
         model(input_ids=tokens, use_cache=False)
 
     forward()
+    exact, table = record_exact(model, tokens), Table()
+    for _ in range(arguments.rounds):
+        measure_passes(table, forward, model, exact)
+        for name in CACHES:
+            measure_loop(table, forward, model, exact, BLOCKS, name)
+    for _ in range(arguments.token_rounds):
+        for name in ("`DynamicCache`", OWN_CACHE):
+            measure_loop(table, forward, model, exact, SINGLES, name)
     print(f"{folder.name}, {arguments.tokens} tokens, float32, one thread\n")
-    print("| way | CPU s | ratio | KL |\n|---|---|---|---|")
-    exact = record_exact(model, tokens)
-    own_ratio = passes(forward, model, exact, arguments.rounds)
-    loops(
-        forward,
-        model,
-        exact,
-        own_ratio=own_ratio,
-        token_loops=not arguments.skip_token_loops,
-    )
+    table.print()
+    accumulated = table.ratio(f"one pass, `{OWN}`")
+    both = accumulated + table.ratio(STATIC)
+    print(f"\n`{OWN}` costs {accumulated:.2f} plain passes, {both:.2f} with the static regime.")
+    if arguments.token_rounds:
+        slow = f"{SINGLES}, {OWN_CACHE}"
+        print(
+            f"One pass is {table.ratio(slow) / accumulated:.1f} times faster than {slow} "
+            f"({table.ratio(slow) / both:.1f} times with the static regime); "
+            f"KL {table.kl(f'one pass, `{OWN}`'):.4f} and {table.kl(slow):.4f}."
+        )
 
 
 if __name__ == "__main__":

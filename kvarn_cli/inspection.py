@@ -17,16 +17,15 @@ from kvarn_cli.evaluation.error_report import (
     ErrorReport,
     Greedy,
     MethodResult,
-    Retrieval,
     Windows,
 )
 from kvarn_cli.evaluation.fitting import fit_methods
 from kvarn_cli.evaluation.greedy import exact_continuation, same_tokens
 from kvarn_cli.evaluation.measurement import measure_methods
 from kvarn_cli.evaluation.metrics import MEMORY_LENGTHS
-from kvarn_cli.evaluation.pseudo_decode import pseudo_decode, record_exact
+from kvarn_cli.evaluation.quantized_attention import QuantizedAttention
 from kvarn_cli.evaluation.rehearsal import rehearse
-from kvarn_cli.evaluation.retrieval import LookupTask, lookup_task
+from kvarn_cli.evaluation.retrieval import LookupTask, look_up, lookup_task
 from kvarn_cli.metadata import Rotation
 from kvarn_cli.model.loading import check_token_ids, load_config, load_model, load_tokenizer
 from kvarn_cli.progress import Report, silent
@@ -165,9 +164,8 @@ def inspect_model(
             if extras.greedy_tokens:
                 _add_greedy(results, model, windows, own_methods, extras.greedy_tokens, report)
             if lookup is not None:
-                retrieval_exact = _add_retrieval(
-                    results, model, lookup, own_methods, rotation, covered, report
-                )
+                retrieval_exact = look_up(model, lookup)
+                _add_retrieval(results, model, lookup, own_methods, rotation, covered, report)
         except KeyboardInterrupt:
             interrupted = True
     config = model.config.get_text_config(decoder=True)
@@ -251,21 +249,16 @@ def _add_retrieval(
     rotation: Tensor | None,
     covered: Collection[int] | None,
     report: Report,
-) -> Retrieval:
-    """Ask every method; returns what full precision answers."""
+) -> None:
+    """Ask every method."""
     stage = "looking up"
-    report(stage, 0, 1 + len(methods))
-    exact = record_exact(model, lookup.tokens.to(model.device), fused_rotation=rotation)
-    report(stage, 1, 1 + len(methods))
-    in_full_precision = None
+    report(stage, 0, len(methods))
+    layers = covered_layers(model.config) if covered is None else covered
     for index, method in enumerate(methods):
-        errors = pseudo_decode(model, exact, method, fused_rotation=rotation, covered=covered)
-        answered = lookup.score(errors.logits.hit_method)
+        tap = QuantizedAttention(layers, method, fused_rotation=rotation, record_errors=False)
+        answered = look_up(model, lookup, tap)
         results[index] = results[index].model_copy(update={"retrieval": answered})
-        in_full_precision = lookup.score(errors.logits.hit_exact)
-        report(stage, 2 + index, 1 + len(methods))
-    assert in_full_precision is not None
-    return in_full_precision
+        report(stage, index + 1, len(methods))
 
 
 def _refuse_nothing_to_measure(config: PreTrainedConfig) -> None:

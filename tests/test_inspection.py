@@ -132,7 +132,7 @@ def test_extras_add_their_results(llama, text):
 @pytest.mark.parametrize("stage", ["measuring", "continuing", "looking up"])
 def test_an_interrupt_gives_what_is_finished(llama, text, stage):
     def interrupt(name, done, total):
-        if name == stage and done == 2:
+        if name == stage and done == (1 if name == "looking up" else 2):
             raise KeyboardInterrupt
 
     extras = Extras(greedy_tokens=2, retrieval_lines=2)
@@ -142,7 +142,9 @@ def test_an_interrupt_gives_what_is_finished(llama, text, stage):
     assert report.partial
     assert len(report.results) == (1 if stage == "measuring" else 2)
     assert (report.results[0].greedy is not None) == (stage == "looking up")
-    assert report.retrieval_exact is None
+    assert (report.retrieval_exact is not None) == (stage == "looking up")
+    answered = [result.retrieval is not None for result in report.results]
+    assert answered == ([True, False] if stage == "looking up" else [False] * len(answered))
 
 
 def test_v_said_to_be_rotated_in_a_model_where_it_is_not_is_caught(llama, text):

@@ -2,18 +2,21 @@
 
 The task of LongEval, which the KVarN paper uses with 600 lines. All questions stand in one text,
 each followed by its true answer, so one pass answers them all: an answer counts when every one of
-its tokens is the first choice, which is when a greedy decoder would have written it.
+its tokens is the first choice, which is when a greedy decoder would have written it. Only those
+tokens' logits are computed, so a long text needs no more memory than its hidden states.
 """
 
 import random
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from kvarn_cli.errors import UsageError
+from kvarn_cli.evaluation.attention import Tap, attention_tap
 from kvarn_cli.evaluation.calibration import start_tokens
 from kvarn_cli.evaluation.error_report import Retrieval
 from kvarn_cli.evaluation.worked_problems import ANIMALS, COLOURS
@@ -35,18 +38,24 @@ class LookupTask:
     tokens: Tensor
     answers: tuple[tuple[int, int], ...]
 
-    def score(self, hits: Tensor) -> Retrieval:
+    @property
+    def positions(self) -> Tensor:
+        """The positions that predict an answer's token, int64, one answer behind the other."""
+        return torch.cat([torch.arange(start - 1, end - 1) for start, end in self.answers])
+
+    def score(self, predicted: Tensor) -> Retrieval:
         """Count right answers.
 
         Args:
-            hits: bool [tokens - 1], whether the next token was predicted at each position.
+            predicted: int64, the first choices at `positions`.
         """
-        correct = sum(bool(hits[start - 1 : end - 1].all()) for start, end in self.answers)
+        hits = predicted == self.tokens[0, self.positions + 1]
+        by_answer = hits.split([end - start for start, end in self.answers])
         return Retrieval(
             num_lines=self.num_lines,
             num_tokens=self.tokens.shape[1],
             num_questions=len(self.answers),
-            num_correct=correct,
+            num_correct=sum(bool(answer.all()) for answer in by_answer),
         )
 
 
@@ -81,3 +90,19 @@ def lookup_task(
         )
     tokens = torch.tensor([start + [token for piece in encoded for token in piece]])
     return LookupTask(num_lines, tokens, tuple(spans[num_lines:]))
+
+
+@torch.inference_mode()
+def look_up(model: PreTrainedModel, task: LookupTask, tap: Tap | None = None) -> Retrieval:
+    """Let a model answer.
+
+    Args:
+        model: in evaluation mode.
+        task: made for it.
+        tap: what answers attention calls; None means full precision.
+    """
+    with attention_tap(model, tap) if tap else nullcontext():
+        logits = model(
+            input_ids=task.tokens.to(model.device), use_cache=False, logits_to_keep=task.positions
+        ).logits
+    return task.score(logits[0].argmax(-1).cpu())

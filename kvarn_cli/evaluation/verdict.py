@@ -6,6 +6,7 @@ from itertools import accumulate
 from kvarn_cli.evaluation.error_report import AttentionErrors, ErrorReport, MethodResult
 
 _MOST_LAYERS = 4
+_LARGEST_LAYERS = 3
 _SIMILAR_BITS = 0.5
 
 
@@ -13,7 +14,10 @@ def verdict(report: ErrorReport) -> list[str]:
     """One sentence per method, then what the static view hides and what an oracle would save.
 
     A method keeps the model's choices when its top-1 agreement, mean KL and loss increase are all
-    within the report's thresholds.
+    within the report's thresholds. For one that does not, the layers that hold half of the static
+    attention error are named if they are at most four (and at most half of all); otherwise it is
+    called spread, with the number of layers that hold half of it and the share of the largest
+    three.
     """
     length = f"{report.windows.sequence_length:,} tokens"
     sentences = []
@@ -52,22 +56,20 @@ def _missed(report: ErrorReport, result: MethodResult) -> list[str]:
 
 
 def _layers(result: MethodResult) -> str:
-    """Where the error comes from: few layers with half of it, or all of them."""
-    static = result.attention.static
-    errors: AttentionErrors = static or result.attention.accumulated
-    kind = "their own error" if static else "the error"
+    """Where the error comes from: few layers with half of it, or how far it is spread."""
+    errors: AttentionErrors = result.attention.static or result.attention.accumulated
     whole = sum(errors.by_layer) or 1.0
     ranked = sorted(zip(errors.by_layer, errors.layers, strict=True), reverse=True)
-    sums = accumulate(error for error, _ in ranked)
-    needed = next((n for n, s in enumerate(sums, start=1) if s >= whole / 2), len(ranked))
+    sums = [error / whole for error in accumulate(error for error, _ in ranked)]
+    needed = next((n for n, held in enumerate(sums, start=1) if held >= 0.5), len(ranked))
     if needed <= min(_MOST_LAYERS, len(ranked) // 2):
-        names = _listed([str(layer) for _, layer in sorted(ranked[:needed], key=lambda x: x[1])])
-        layers = f"layer {names} carries" if needed == 1 else f"layers {names} carry"
-        return f"{layers} most of {kind}"
-    (error, layer), *_ = ranked
+        names = _listed([layer for _, layer in ranked[:needed]])
+        return f"{names} most of the error"
+    largest = min(_LARGEST_LAYERS, len(ranked))
+    names = _listed([layer for _, layer in ranked[:largest]])
     return (
-        "the error is spread over the layers "
-        f"(the largest part, {error / whole:.0%}, in layer {layer})"
+        f"the error is spread, {needed} of {len(ranked)} layers hold half of it; "
+        f"{names} {sums[largest - 1]:.0%}"
     )
 
 
@@ -108,5 +110,7 @@ def _oracle(results: Sequence[MethodResult]) -> list[str]:
     return sentences
 
 
-def _listed(names: Sequence[str]) -> str:
-    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+def _listed(layers: Sequence[int]) -> str:
+    """Layers in their order, with a verb."""
+    *first, last = map(str, sorted(layers))
+    return f"layers {', '.join(first)} and {last} carry" if first else f"layer {last} carries"

@@ -1,11 +1,16 @@
 import re
+from contextlib import nullcontext
 
 import pytest
 import torch
+from decoding import calm_model
 from tiny_models import tiny_config, tiny_tokenizer
 
 from kvarn_cli.errors import UsageError
-from kvarn_cli.evaluation.retrieval import lookup_task
+from kvarn_cli.evaluation.attention import attention_tap
+from kvarn_cli.evaluation.quantized_attention import QuantizedAttention
+from kvarn_cli.evaluation.retrieval import LookupTask, look_up, lookup_task
+from kvarn_cli.quantization.methods import parse_method
 
 
 def _task(num_lines: int, seed: int = 0):
@@ -25,19 +30,33 @@ def test_each_question_asks_for_the_number_of_a_line_further_up() -> None:
 
 def test_an_answer_counts_when_all_its_tokens_are_predicted() -> None:
     task = _task(3)
-    hits = torch.ones(task.tokens.shape[1] - 1, dtype=torch.bool)
-    start, end = task.answers[1]
-    hits[: task.answers[0][0] - 1] = False
-    assert task.score(hits).num_correct == 3
-    for position in (start - 1, end - 2):
-        missed = hits.clone()
-        missed[position] = False
-        assert task.score(missed).num_correct == 2
-    for position in (start - 2, end - 1):
-        beside = hits.clone()
-        beside[position] = False
-        assert task.score(beside).num_correct == 3
-    assert (task.score(hits).num_lines, task.score(hits).num_questions) == (3, 3)
+    predicted = task.tokens[0, task.positions + 1]
+    answered = task.score(predicted)
+    assert (answered.num_correct, answered.num_lines, answered.num_questions) == (3, 3, 3)
+    first = task.answers[0][1] - task.answers[0][0]
+    for missed, num_correct in (([0], 2), ([first - 1], 2), ([0, first - 1], 2), ([0, first], 1)):
+        wrong = predicted.clone()
+        wrong[missed] += 1
+        assert task.score(wrong).num_correct == num_correct
+
+
+@pytest.mark.parametrize("spec", [None, "kvarn:k2v2_g32,sink_tokens=0"])
+def test_the_model_s_answers_are_those_of_all_its_predictions(spec: str | None) -> None:
+    """Answers that the model would give itself are all right; others are not."""
+    model = calm_model("llama", max_position_embeddings=4096)
+    tap = QuantizedAttention([0, 1], parse_method(spec), record_errors=False) if spec else None
+    task = _task(3)
+    with torch.inference_mode(), attention_tap(model, tap) if tap else nullcontext():
+        own = model(input_ids=task.tokens, use_cache=False).logits[0].argmax(-1)
+    assert look_up(model, task, tap) == task.score(own[task.positions])
+    (start, end), *_ = task.answers
+    tokens = task.tokens.clone()
+    for position in range(start, end):
+        with torch.inference_mode(), attention_tap(model, tap) if tap else nullcontext():
+            logits = model(input_ids=tokens, use_cache=False).logits
+        tokens[0, position] = logits[0, position - 1].argmax()
+    one = LookupTask(3, tokens, ((start, end),))
+    assert look_up(model, one, tap).num_correct == 1
 
 
 def test_another_seed_makes_another_task() -> None:

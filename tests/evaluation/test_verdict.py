@@ -72,9 +72,17 @@ def test_every_missed_threshold_is_named(measured: dict[str, float], reason: str
 @pytest.mark.parametrize(
     ("by_layer", "words"),
     [
-        ((9, 1, 1, 1, 1, 1), "layer 0 carries most of"),
-        ((5, 1, 1, 1, 1, 4), "layers 0 and 5 carry most of"),
-        ((1,) * 30, "spread over the layers (the largest part, 3%, in layer 29)"),
+        ((9, 1, 1, 1, 1, 1), "layer 0 carries most of the error."),
+        ((5, 1, 1, 1, 1, 4), "layers 0 and 5 carry most of the error."),
+        ((1, 3, 3, 3, 3, *[1] * 11), "layers 1, 2, 3 and 4 carry most of the error."),
+        (
+            (1, 3, 3, 3, 3, *[1] * 12),
+            "the error is spread, 5 of 17 layers hold half of it; layers 2, 3 and 4 carry 36%.",
+        ),
+        ((3, 1, 1), "layer 0 carries most of the error."),
+        ((1, 1, 1), "spread, 2 of 3 layers hold half of it; layers 0, 1 and 2 carry 100%."),
+        ((1, 1), "layer 1 carries most of the error."),
+        ((1,), "spread, 1 of 1 layers hold half of it; layer 0 carries 100%."),
     ],
 )
 def test_layers_are_named_when_few_of_them_hold_half_the_error(
