@@ -5,6 +5,7 @@ which is renamed to the output when it is whole. So nothing at the output ever l
 it is not, and a run that was killed can be continued.
 """
 
+import contextlib
 import os
 import shutil
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from pathlib import Path
 from kvarn_cli.checkpoint.checkpoint import CONFIG_NAME
 from kvarn_cli.checkpoint.file_copy import sync_folder
 from kvarn_cli.errors import UsageError
+from kvarn_cli.metadata import MANIFEST_NAME
 
 
 def check_place(source_folder: Path, output: Path) -> Path:
@@ -70,8 +72,10 @@ def check_output(source_folder: Path, output: Path, *, overwrite: bool) -> Path:
 
 def check_before_work(source_folder: Path, output: Path, *, overwrite: bool) -> None:
     """`check_output`, but what unfinished work will do with the output is left to that work."""
-    if WorkFolder(check_place(source_folder, output)).journal.is_file():
+    work = WorkFolder(check_place(source_folder, output))
+    if work.journal.is_file():
         return
+    work.remove_if_empty()
     check_output(source_folder, output, overwrite=overwrite)
 
 
@@ -154,6 +158,11 @@ class WorkFolder:
         self.journal.unlink(missing_ok=True)
         self.path.rmdir()
 
+    def remove_if_empty(self) -> None:
+        """Remove what a run leaves that is killed at the very last, or right at the first."""
+        with contextlib.suppress(OSError):
+            self.path.rmdir()
+
     def _was_left_behind(self) -> bool:
         return self.path.is_dir() and (self.journal.is_file() or not _has_content(self.path))
 
@@ -177,8 +186,12 @@ def _check_present(output: Path, *, overwrite: bool) -> None:
     if not _has_content(output):
         return
     if not overwrite:
+        converted = (output / MANIFEST_NAME).is_file()
         raise UsageError(
-            f"the output {output} is not empty", hint="name another folder, or pass --overwrite"
+            f"the output {output} is not empty"
+            + (": a converted checkpoint stands there" if converted else ""),
+            hint="name another folder, or pass --overwrite"
+            + ("; `kvarn verify` tells whether it is whole" if converted else ""),
         )
     if not (output / CONFIG_NAME).exists() or not any(output.glob("*.safetensors")):
         raise UsageError(

@@ -11,13 +11,8 @@ from typing import BinaryIO
 
 import xxhash
 
-from kvarn_cli.checkpoint.file_copy import (
-    clone,
-    copy_range,
-    read_at,
-    start_writing_back,
-    write_at,
-)
+from kvarn_cli.checkpoint.file_copy import clone, read_at
+from kvarn_cli.checkpoint.new_file import NewFile
 from kvarn_cli.checkpoint.safetensors_header import (
     DTYPE_BITS,
     Header,
@@ -134,41 +129,29 @@ def write_shard(
         ValueError: a patch made more or fewer bytes than planned.
         OSError: reading or writing failed.
     """
-    whole, position, hashes = xxhash.xxh3_128(), 0, {}
-
-    def consume(piece: memoryview) -> None:
-        whole.update(piece)
-        advance(len(piece))
-
-    cloned = plan.header is None and clone(source, target)
-    if plan.header is not None:
-        write_at(target, plan.header, 0)
-        whole.update(plan.header)
-        position = len(plan.header)
-        advance(plan.source.data_start)
-    for start, end, name in _segments(plan, patches):
-        if name is None:
-            copy_range(
-                source, target, start, end, position=position, consume=consume, cloned=cloned
-            )
-            position += end - start
-            continue
-        info, patch, tensor = plan.source.tensors[name], patches[name], hashlib.sha256()
-        for block in _blocks(info, rows_at_once(info, patch.row_step)):
-            data = patch.change(read_at(source, block.start, block.end), block)
-            expected = block.size_bytes * DTYPE_BITS[patch.dtype or info.dtype]
-            if memoryview(data).nbytes * DTYPE_BITS[info.dtype] != expected:
-                raise ValueError(f"the patch changes the size of tensor {name}")
-            write_at(target, data, position)
-            whole.update(data)
+    whole, hashes = xxhash.xxh3_128(), {}
+    shared = plan.header is None and clone(source, target)
+    with NewFile(target, whole, shared=shared) as file:
+        if plan.header is not None:
+            file.write(plan.header)
+            advance(plan.source.data_start)
+        for start, end, name in _segments(plan, patches):
+            if name is None:
+                file.copy(source, start, end, advance)
+                continue
+            info, patch, tensor = plan.source.tensors[name], patches[name], hashlib.sha256()
+            for block in _blocks(info, rows_at_once(info, patch.row_step)):
+                data = patch.change(read_at(source, block.start, block.end), block)
+                expected = block.size_bytes * DTYPE_BITS[patch.dtype or info.dtype]
+                if memoryview(data).nbytes * DTYPE_BITS[info.dtype] != expected:
+                    raise ValueError(f"the patch changes the size of tensor {name}")
+                file.write(data)
+                if patch.recorded:
+                    tensor.update(data)
+                advance(block.size_bytes)
             if patch.recorded:
-                tensor.update(data)
-            position += memoryview(data).nbytes
-            advance(block.size_bytes)
-        start_writing_back(target, position)
-        if patch.recorded:
-            hashes[name] = tensor.hexdigest()
-    return WrittenShard(FileRecord(size_bytes=position, xxh3_128=whole.hexdigest()), hashes)
+                hashes[name] = tensor.hexdigest()
+    return WrittenShard(FileRecord(size_bytes=file.size_bytes, xxh3_128=whole.hexdigest()), hashes)
 
 
 def rows_at_once(info: TensorInfo, row_step: int = 1) -> int:

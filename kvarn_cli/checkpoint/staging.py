@@ -9,7 +9,12 @@ from typing import Any
 from kvarn_cli.checkpoint.file_copy import sync_folder
 from kvarn_cli.checkpoint.hashing import matches
 from kvarn_cli.checkpoint.journal import Journal
-from kvarn_cli.checkpoint.output_folder import WorkFolder, check_output, check_place
+from kvarn_cli.checkpoint.output_folder import (
+    WorkFolder,
+    check_before_work,
+    check_output,
+    check_place,
+)
 from kvarn_cli.errors import (
     CheckpointError,
     KvarnError,
@@ -49,11 +54,9 @@ class Staging:
         self.output = check_place(source_folder, output)
         self.work = WorkFolder(self.output)
         self.committed = False
-        if not self.work.journal.is_file():
-            self._check_output()
+        check_before_work(source_folder, self.output, overwrite=overwrite)
         self._new_parents = [folder for folder in self.output.parents if not folder.exists()]
-        self.work.make()
-        self.journal = Journal.open(self.work.journal)
+        self.journal = self._open_journal()
         try:
             self._continue_or_start(plan)
         except BaseException:
@@ -107,6 +110,12 @@ class Staging:
                 self._remove_all()
         finally:
             self.journal.close()
+
+    def _open_journal(self) -> Journal:
+        while True:
+            self.work.make()
+            with contextlib.suppress(FileNotFoundError):  # a run that just ended took the folder
+                return Journal.open(self.work.journal)
 
     def _continue_or_start(self, plan: Mapping[str, Any]) -> None:
         found = self.journal.plan

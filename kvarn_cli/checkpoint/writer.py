@@ -24,7 +24,7 @@ from typing import Any, BinaryIO, Self
 
 from kvarn_cli.checkpoint.checkpoint import Checkpoint
 from kvarn_cli.checkpoint.disk_space import FULL, can_clone, check_space, disk_full
-from kvarn_cli.checkpoint.file_copy import copy_range
+from kvarn_cli.checkpoint.new_file import NewFile
 from kvarn_cli.checkpoint.safetensors_header import read_header
 from kvarn_cli.checkpoint.shard_stream import Patch, WrittenShard, plan_shard, write_shard
 from kvarn_cli.checkpoint.staging import Staging
@@ -213,7 +213,8 @@ class CheckpointWriter:
         digest = hashlib.sha256()
         with self._source(name) as source, self._new_file(name) as target:
             size = os.fstat(source.fileno()).st_size
-            copy_range(source, target, 0, size, position=0, consume=digest.update)
+            with NewFile(target, digest) as file:
+                file.copy(source, 0, size, lambda count: None)
         record = FileRecord(size_bytes=size, sha256=digest.hexdigest())
         self._finish(name, WrittenShard(record, {}))
 

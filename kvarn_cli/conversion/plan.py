@@ -85,7 +85,8 @@ class ConversionPlan:
         output: the folder to write; None for a plan that is only looked at.
         overwrite: whether the output may replace an earlier checkpoint.
         validation: how the result is validated; None leaves that out.
-        windows: its calibration tokens, int64 [num_samples, sequence_length].
+        windows: its calibration tokens, int64 [num_samples, sequence_length]; None as well in a
+            plan that is only shown.
         trust_remote_code: whether code from the checkpoint may run.
         header_requests: range requests that the plan took.
         header_bytes_received: bytes that they brought.
@@ -171,7 +172,7 @@ def plan_conversion(
         overwrite: whether the output may replace an earlier checkpoint.
         validation: how to validate the result; None leaves that out.
         headers_only: of a model on the Hub, read the headers of its weights and nothing else of
-            them; such a plan can be shown, not run.
+            them, and leave the calibration text unread; such a plan can be shown, not run.
         revision: branch, tag or commit on the Hub.
         token: Hub token.
         cache_dir: where downloads are kept.
@@ -205,7 +206,7 @@ def plan_conversion(
     traced = trace_cache(model_class)
     cache = find_cache_layout(config, traced)
     windows = None
-    if validation is not None:
+    if validation is not None and not headers_only:
         tokenizer = load_tokenizer(source.folder, trust_remote_code=trust_remote_code)
         windows = validation.text.windows(tokenizer)
     proof, layout, not_fused = None, None, None

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from checkpoint_files import contents, save_checkpoint
 
-from kvarn_cli.checkpoint.output_folder import WorkFolder, check_output
+from kvarn_cli.checkpoint.output_folder import WorkFolder, check_before_work, check_output
 from kvarn_cli.errors import UsageError
 
 
@@ -127,6 +127,22 @@ def test_what_nobody_left_behind_is_not_touched(kind: str, tmp_path: Path) -> No
         WorkFolder(tmp_path / "out").make()
     assert (mine / "journal.jsonl").exists()
     assert stale.exists()
+
+
+@pytest.mark.parametrize("content", [None, "mine"])
+def test_an_empty_leftover_beside_a_finished_output_goes(
+    content: str | None, model: Path, tmp_path: Path
+) -> None:
+    output = save_checkpoint(tmp_path / "out")
+    (output / "kvarn_manifest.json").touch()
+    leftover = tmp_path / "out.incomplete"
+    leftover.mkdir()
+    if content:
+        (leftover / content).touch()
+    with pytest.raises(UsageError, match="a converted checkpoint stands there") as refusal:
+        check_before_work(model, output, overwrite=False)
+    assert "kvarn verify" in str(refusal.value.hint)
+    assert leftover.exists() == bool(content)
 
 
 def work_folder_with(text: str, output: Path) -> WorkFolder:

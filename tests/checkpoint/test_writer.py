@@ -17,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 from kvarn_cli.checkpoint import writer as writer_module
 from kvarn_cli.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from kvarn_cli.checkpoint.output_folder import WorkFolder
 from kvarn_cli.checkpoint.safetensors_header import TensorInfo
 from kvarn_cli.checkpoint.shard_stream import Patch, ShardPlan, WrittenShard
 from kvarn_cli.checkpoint.writer import CheckpointWriter
@@ -364,6 +365,22 @@ def test_a_disk_that_becomes_full_is_told_and_continued_later(
     assert (checkpoint.folder / SECOND).stat().st_size <= needed < 2**21
     monkeypatch.undo()
     write(checkpoint, output, PATCHES)
+    assert not unfinished(output).exists()
+
+
+def test_a_run_that_ends_meanwhile_may_take_the_folder_along(
+    checkpoint: Checkpoint, output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, endings = WorkFolder.make, [True, False]
+
+    def make_then_lose(folder: WorkFolder) -> None:
+        make(folder)
+        if endings.pop(0):
+            folder.path.rmdir()
+
+    monkeypatch.setattr(WorkFolder, "make", make_then_lose)
+    write(checkpoint, output, PATCHES)
+    assert not endings
     assert not unfinished(output).exists()
 
 

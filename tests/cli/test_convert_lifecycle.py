@@ -108,6 +108,7 @@ def test_kills_at_random_moments_are_continued(
         done = run(convert(model, output))
         assert done.returncode == 0 or "not empty" in done.stderr, done.stderr
         assert contents(output) == reference
+        assert not output.with_name(f"{output.name}.incomplete").exists()
 
 
 def test_two_conversions_to_one_output(
