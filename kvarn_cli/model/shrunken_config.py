@@ -85,12 +85,12 @@ _TOWERS = re.compile(r".*(vision|audio|image|speech|encoder|vq|depth).*")
 def cut_config(config: PreTrainedConfig) -> PreTrainedConfig:
     """A small copy of a configuration; see `shrunken.shrink_config`."""
     small = copy.deepcopy(config)
-    _shrink(small, _Decoder(config.get_text_config(decoder=True)), tower=False)
+    _shrink(small, _Numbers(config.get_text_config(decoder=True)))
     return small
 
 
-class _Decoder:
-    """How the numbers of a language model shrink."""
+class _Numbers:
+    """How the numbers of a language model, or of a tower beside it, shrink."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
         self.values = {name: value for name, _, value in _entries(config)}
@@ -183,7 +183,8 @@ class _Decoder:
             if len(feature) == self.num_layers:
                 kinds = [repr(item) for item in feature]
                 kept |= set(sorted(kinds.index(kind) for kind in set(kinds))[:_MAX_KINDS])
-        kept |= set([layer for layer in layers if layer not in kept][: _NUM_LAYERS - len(kept)])
+        while len(kept) < min(self.num_layers, _NUM_LAYERS):
+            kept.add(next(layer for layer in layers if layer not in kept))
         if types and "layer_types" not in self.values:
             return list(range(max(kept) + 1))
         return sorted(kept)
@@ -193,31 +194,22 @@ class _Decoder:
         return next((value for value in found if isinstance(value, int) and value > 0), default)
 
 
-def _shrink(config: PreTrainedConfig, decoder: _Decoder, *, tower: bool) -> None:
+def _shrink(config: PreTrainedConfig, numbers: _Numbers) -> None:
     overrides = vars(config).pop("_heterogeneity_spec", None)
     for name, attribute, value in list(_entries(config)):
         if isinstance(value, PreTrainedConfig):
-            _shrink(value, decoder, tower=tower or bool(_TOWERS.fullmatch(attribute)))
+            is_tower = _TOWERS.fullmatch(attribute)
+            _shrink(value, _Numbers(value) if is_tower else numbers)
         elif _TOKEN_IDS.fullmatch(name):
             setattr(config, attribute, _clamp_ids(value))
-        elif value is not None:
-            small = _small_in_tower(name, value) if tower else decoder.small(name, value)
-            if small != value:
-                setattr(config, attribute, small)
-    if overrides is not None and not tower:
+        elif value is not None and (small := numbers.small(name, value)) != value:
+            setattr(config, attribute, small)
+    if overrides is not None:
         config.per_layer_config = {
-            index: decoder.small_overrides(layer) for index, layer in enumerate(decoder.kept)
+            index: numbers.small_overrides(layer) for index, layer in enumerate(numbers.kept)
         }
     for name, value in _ODD.get(config.model_type, {}).items():
         setattr(config, name, value(config) if callable(value) else value)
-
-
-def _small_in_tower(name: str, value: Any) -> Any:
-    if _LAYERS.fullmatch(name) and isinstance(value, int):
-        return 1
-    if isinstance(value, int) and not isinstance(value, bool) and "intermediate" in name:
-        return _limited(name, value)
-    return value
 
 
 def _limited(name: str, value: int) -> int:
