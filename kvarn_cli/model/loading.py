@@ -21,7 +21,7 @@ from transformers.utils import logging as transformers_logging
 
 from kvarn_cli.errors import CheckpointError, UnsupportedModelError, UsageError
 from kvarn_cli.model.config_file import check_config_file
-from kvarn_cli.model.shrunken import MODEL_CODE_ERRORS
+from kvarn_cli.model.shrunken import MODEL_CODE_ERRORS, named_class
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -125,9 +125,11 @@ def load_model(
         CheckpointError: the weights do not fit the configuration.
     """
     loaded: Any
+    config = load_config(folder, trust_remote_code=trust_remote_code)
+    model_class: Any = named_class(config) or AutoModelForCausalLM
     with quiet_transformers():
         try:
-            loaded = AutoModelForCausalLM.from_pretrained(
+            loaded = model_class.from_pretrained(
                 folder,
                 dtype=dtype or "auto",
                 attn_implementation="sdpa",

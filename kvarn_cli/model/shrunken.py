@@ -37,7 +37,7 @@ def shrink_config(config: PreTrainedConfig) -> PreTrainedConfig:
     """A copy of the configuration with few layers, few heads and small widths.
 
     Layers: the first of each kind, two at least. Heads: two KV heads, and for each at most four
-    query heads, or two where heads are wider than 64. Head widths stay, so the proof runs with
+    query heads, or two where heads are wider than 64; four heads where none shares K and V. Head widths stay, so the proof runs with
     the very rotation that is fused.
 
     Args:
@@ -98,22 +98,33 @@ def build_model(
     return model
 
 
+def named_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
+    """Transformers' own class that a configuration names, where none is registered as causal.
+
+    So models that also read images or sound are found, such as Qwen3-VL.
+    """
+    if type(config) in AutoModelForCausalLM._model_mapping or hasattr(config, "auto_map"):
+        return None
+    names = config.architectures or [""]
+    named = getattr(transformers, str(names[0]), None)
+    is_model = isinstance(named, type) and issubclass(named, PreTrainedModel)
+    return named if is_model else None
+
+
 def _build(config: PreTrainedConfig, *, trust_remote_code: bool) -> PreTrainedModel:
-    """The class that the checkpoint names where it is transformers' own, else the causal one."""
     options: dict[str, Any] = {
         "dtype": torch.float64,
         "attn_implementation": "eager",
         "experts_implementation": "eager",
     }
-    names = config.architectures or []
-    named = getattr(transformers, names[0], None) if names else None
+    model: PreTrainedModel
+    named = named_class(config)
+    if named is not None:
+        model = named._from_config(config, **options)
+        return model
     if type(config) not in AutoModelForCausalLM._model_mapping and not hasattr(config, "auto_map"):
-        if named is not None:
-            return named._from_config(config, **options)  # type: ignore[no-any-return]
         config = config.get_text_config(decoder=True)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(
-        config, trust_remote_code=trust_remote_code, **options
-    )
+    model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, **options)
     return model
 
 

@@ -21,6 +21,8 @@ VOCAB_SIZE = 128
 
 _NUM_LAYERS = 2
 _NUM_KV_HEADS = 2
+_NUM_HEADS = 4
+"""Where each query head has its own K and V; CodeGen divides them into quarters."""
 _MAX_KINDS = 4
 _HEADLESS_WIDTH = 64
 _LIMITS: tuple[tuple[str, int], ...] = (
@@ -101,6 +103,7 @@ class _Numbers:
         self.num_heads = self._number(("num_attention_heads", "num_heads"), 0)
         kv_names = [name for name in self.values if _KV_HEADS.fullmatch(name)]
         self.num_kv_heads = self._number(("num_key_value_heads", *kv_names), self.num_heads)
+        self.max_kv_heads = _NUM_KV_HEADS if kv_names else _NUM_HEADS
         hidden_size = self._number(("hidden_size",), 1)
         head_dim = self._number(("head_dim",), hidden_size // max(self.num_heads, 1))
         self.max_group = 4 if head_dim <= 64 else 2
@@ -134,11 +137,11 @@ class _Numbers:
         partner = self.values.get(name.replace("attention_heads", "key_value_heads"))
         num_kv_heads = partner if isinstance(partner, int) and partner else self.num_kv_heads or 1
         group = min(max(value // num_kv_heads, 1), self.max_group)
-        return min(num_kv_heads, _NUM_KV_HEADS) * group
+        return min(num_kv_heads, self.max_kv_heads) * group
 
     def _small_number(self, name: str, value: int) -> int:
         if _KV_HEADS.fullmatch(name):
-            return min(value, _NUM_KV_HEADS)
+            return min(value, self.max_kv_heads)
         if _HEADS.fullmatch(name):
             return self.heads(name, value)
         if _WIDTHS.fullmatch(name):
