@@ -37,8 +37,8 @@ def shrink_config(config: PreTrainedConfig) -> PreTrainedConfig:
     """A copy of the configuration with few layers, few heads and small widths.
 
     Layers: the first of each kind, two at least. Heads: two KV heads, and for each at most four
-    query heads, or two where heads are wider than 64; four heads where none shares K and V. Head widths stay, so the proof runs with
-    the very rotation that is fused.
+    query heads, or two where heads are wider than 64; four heads where none shares K and V.
+    Head widths stay, so the proof runs with the very rotation that is fused.
 
     Args:
         config: of a model, with or without parts for images and sound; left as it is.
