@@ -12,7 +12,6 @@ from fused_models import layout_of
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from kvarn_cli.checkpoint.checkpoint import open_checkpoint
 from kvarn_cli.conversion import run as run_module
 from kvarn_cli.errors import CheckpointError, KvarnError, UnsupportedModelError, UsageError
 from kvarn_cli.model.fusion import tensor_rotations
