@@ -17,14 +17,18 @@ def block():
         "head_dim": 64,
         "where": "fused",
         "apply": [{"targets": ["model.layers.0.self_attn.v_proj"], "location": "weight_output"}],
+        "tensors": {
+            "model.layers.0.self_attn.v_proj.weight": {"axis": 0, "first_channels": [0, 64]}
+        },
     }
+    online = rotation | {"where": "online", "signs": None, "tensors": {}}
     return {
         "format_version": 1,
         "kvarn_version": "0.1.0",
         "base_model": {"name": "org/model", "revision": None, "index_sha256": "0" * 64},
         "cache": CacheFormat.from_settings(SETTINGS, 64).model_dump(),
         "layers": {"covered": [0, 1], "left_out": [{"layer": 2, "reason": "sliding window"}]},
-        "rotations": {"key": rotation | {"where": "online", "signs": None}, "value": rotation},
+        "rotations": {"key": online, "value": rotation},
         "proof": None,
         "calibration": None,
     }
@@ -37,6 +41,8 @@ def test_a_block_survives_json():
     assert KVarNConfig.from_config_dict({"kvarn_config": again}) == config
     assert config.cache.settings == SETTINGS
     assert config.fused
+    (tensor,) = config.rotations.value.tensors.values()
+    assert (tensor.axis, tensor.first_channels) == (0, [0, 64])
 
 
 def test_a_block_from_before_encoders_had_names_means_the_reference():
@@ -84,7 +90,11 @@ def test_an_unknown_format_version_is_refused_by_name(version):
         (("layers", "covered"), ["0"], "layers.covered.0"),
         (("kvarn_version",), 1, "kvarn_version"),
         (("rotations", "key", "signs"), "+" * 64, "engines apply H itself"),
-        (("rotations", "key", "where"), "fused", "K cannot be fused"),
+        (("rotations", "key"), block()["rotations"]["value"], "K cannot be fused"),
+        (("rotations", "value", "tensors"), {}, "tensors must be listed where"),
+        (("rotations", "value", "where"), "online", "tensors must be listed where"),
+        (("rotations", "value", "tensors", "w"), {"axis": 2, "first_channels": []}, "axis"),
+        (("rotations", "value", "tensors", "w"), {"axis": 0, "first_channels": [-1]}, "first_ch"),
         (("rotations", "value", "apply", 0, "location"), "output", "location"),
         (("rotations", "value", "apply", 0, "inverse"), "no", "inverse"),
     ],

@@ -315,8 +315,8 @@ def quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda handle: None)
 
 
-READ = """
-import resource, sys
+READ = r"""
+import re, sys
 from pathlib import Path
 from kvarn_cli.checkpoint.safetensors_header import read_header
 from kvarn_cli.checkpoint.weight_index import read_weight_map
@@ -326,7 +326,8 @@ try:
     read(Path(sys.argv[1]))
 except CheckpointError:
     pass
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
+status = Path("/proc/self/status").read_text()
+print(int(re.search(r"VmHWM:\s*(\d+) kB", status)[1]) // 1024)
 """
 GREEDY = {
     "zeros": b'{"x":[' + b"0," * 1_900_000 + b"0]}",

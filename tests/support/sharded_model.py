@@ -26,10 +26,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def proof_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The proof depends on the configuration alone, so one for each is enough."""
 
-    def prove(config: Any, **options: Any) -> Proof:
+    def prove(config: Any, head_dim: int, **options: Any) -> Proof:
         key = config.to_json_string()
         if key not in _proofs:
-            _proofs[key] = prove_fusion(config, **options)
+            _proofs[key] = prove_fusion(config, head_dim, **options)
         return _proofs[key]
 
     monkeypatch.setattr(plan_module, "prove_fusion", prove)

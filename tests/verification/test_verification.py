@@ -118,7 +118,9 @@ def test_another_source_is_refused(folder: Path, model: Path, tmp_path: Path) ->
         ("pickle", "extra/pytorch_model.bin is no part"),
         ("schema", "format_version"),
         ("manifest", "kvarn_manifest.json"),
-        ("targets", "is a rotated tensor in kvarn_manifest.json only"),
+        ("unlisted", f"{V} is a rotated tensor in kvarn_manifest.json only"),
+        ("misplaced", f"{V} has shape [64, 128], which does not hold heads of width 32 where"),
+        ("ghost", "ghost.weight should hold V's rotation, but there is no such tensor"),
     ],
 )
 def test_every_damage_is_named(damage: str, words: str, folder: Path) -> None:
@@ -143,8 +145,15 @@ def test_every_damage_is_named(damage: str, words: str, folder: Path) -> None:
     elif damage == "schema":
         config["kvarn_config"]["format_version"] = 99
         (folder / "config.json").write_text(json.dumps(config))
+    elif damage == "misplaced":
+        config["kvarn_config"]["rotations"]["value"]["tensors"][V]["first_channels"] = [0, 64]
+        (folder / "config.json").write_text(json.dumps(config))
+    elif damage == "ghost":
+        tensors = config["kvarn_config"]["rotations"]["value"]["tensors"]
+        tensors["ghost.weight"] = tensors[V]
+        (folder / "config.json").write_text(json.dumps(config))
     else:
-        config["kvarn_config"]["rotations"]["value"]["apply"][0]["targets"].pop()
+        config["kvarn_config"]["rotations"]["value"]["tensors"].pop(V)
         (folder / "config.json").write_text(json.dumps(config))
     checks = verify_folder(folder)
     assert words in " ".join(problems(checks))
