@@ -36,9 +36,7 @@ def fused_weights(llama: PreTrainedModel) -> dict[str, Tensor]:
 def test_a_fused_model_is_measured_on_both_kinds_of_engine(
     llama: PreTrainedModel, windows: Tensor, fused_weights: dict[str, Tensor]
 ) -> None:
-    engines = validate(
-        llama, windows, SETTINGS, fused_weights, silent, fused_rotation=ROTATION
-    )
+    engines = validate(llama, windows, SETTINGS, fused_weights, silent, fused_rotation=ROTATION)
     measured = measure_methods(
         fuse(llama),
         windows,
@@ -77,9 +75,7 @@ def test_public_engines_are_measured_with_the_reference_encoder(
     llama: PreTrainedModel, windows: Tensor, fused_weights: dict[str, Tensor]
 ) -> None:
     refined = SETTINGS.with_(encoder="refined")
-    fused = validate(
-        llama, windows, refined, fused_weights, silent, fused_rotation=ROTATION
-    )
+    fused = validate(llama, windows, refined, fused_weights, silent, fused_rotation=ROTATION)
     online = validate(llama, windows, refined, {}, silent)
     by_engine = [
         [(errors.engine, errors.encoder) for errors in engines] for engines in (fused, online)

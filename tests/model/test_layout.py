@@ -150,7 +150,10 @@ def test_renamed_modules_follow_their_tensors(model):
     names = {name: name.removeprefix("model.") for name in layout.tensors}
     renamed = layout.renamed(names)
     assert renamed.tensors == tuple(names.values())
-    assert [layer.module for layer in renamed.layers] == ["layers.0.self_attn", "layers.1.self_attn"]
+    assert [layer.module for layer in renamed.layers] == [
+        "layers.0.self_attn",
+        "layers.1.self_attn",
+    ]
     assert layout.row_step("model.layers.0.self_attn.v_proj.weight") == 32
     assert layout.row_step("model.layers.0.self_attn.o_proj.weight") == 1
 
