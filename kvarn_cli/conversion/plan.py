@@ -1,6 +1,6 @@
 """What a conversion will do, and every refusal that needs no weight to be downloaded or read."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from kvarn_cli.checkpoint.checkpoint import CONFIG_NAME, Checkpoint, open_checkpoint
 from kvarn_cli.checkpoint.output_folder import check_before_work
 from kvarn_cli.checkpoint.remote_headers import RemoteHeaders
+from kvarn_cli.checkpoint.shard_stream import rows_at_once
 from kvarn_cli.checkpoint.source import Source, fetch_weights, resolve_source
 from kvarn_cli.checkpoint.strict_json import read_object
 from kvarn_cli.errors import UnsupportedModelError, UsageError
@@ -32,7 +33,7 @@ from kvarn_cli.model.parameter_names import checkpoint_names
 from kvarn_cli.model.proof import Proof, prove_fusion
 from kvarn_cli.model.quantized_weights import quantized_format
 from kvarn_cli.settings import KVarNSettings
-from kvarn_cli.tensor_bytes import to_tensor
+from kvarn_cli.tensor_bytes import read_rows, to_tensor
 
 RotationPlace = Literal["auto", "fused", "online"]
 Note = Callable[[str], None]
@@ -123,6 +124,11 @@ class ConversionPlan:
     def read(self, name: str) -> Tensor:
         """A tensor of the source, in its stored dtype."""
         return to_tensor(self.checkpoint.read(name), self.checkpoint.info(name))
+
+    def rows(self, name: str) -> Iterator[Tensor]:
+        """The rows of a tensor that is rotated, in blocks that start and end between two heads."""
+        step = self.layout.row_step(name) if self.layout else 1
+        return read_rows(self.checkpoint, name, rows_at_once(self.checkpoint.info(name), step))
 
     def cache_bytes(self, sequence_length: int) -> int:
         """Bytes of the covered layers' packed cache for one sequence, sink and tail in 16 bits."""

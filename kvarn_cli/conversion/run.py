@@ -143,9 +143,7 @@ def _check_fusion(
 ) -> tuple[ProofRecord | None, tuple[str, ...]]:
     if plan.layout is None or plan.proof is None:
         return None, ()
-    check = check_weights(
-        plan.layout, plan.read, lambda name: rotations[name](plan.read(name)), report=report
-    )
+    check = check_weights(plan.layout, plan.rows, rotations, report=report)
     record = ProofRecord(
         instance_difference=plan.proof.largest_difference,
         instance_tolerance=plan.proof.tolerance,

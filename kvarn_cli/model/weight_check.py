@@ -33,17 +33,20 @@ bfloat16, 500 times in float16 and 8,000 times in float32. The smallest mistake,
 a wrong sign, makes 2 G / √d, still several times 4 T. Only where float16's subnormals make T
 large against G could the check not tell right from wrong; such a layer is refused, since rounding
 would damage it in any case.
+
+All of this is made of sums over the rows of V and over those of O, so both are read in blocks and
+nothing but the sums is kept: a few numbers for each channel of a head.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kvarn_cli.errors import UnsupportedModelError
-from kvarn_cli.model.fusion import take_heads, tensor_rotations
-from kvarn_cli.model.layout import ONLINE_HINT, AttentionLayer, ModelLayout
+from kvarn_cli.model.fusion import TensorRotation, take_heads, tensor_rotations
+from kvarn_cli.model.layout import ONLINE_HINT, AttentionLayer, HeadSlices, ModelLayout
 from kvarn_cli.progress import Report, silent
 
 ALLOWED_ROUNDING = 4.0
@@ -54,7 +57,8 @@ _NUM_PROBES = 16
 _SEED = 20_260_603
 
 
-TensorReader = Callable[[str], Tensor]
+RowReader = Callable[[str], Iterable[Tensor]]
+"""From a tensor's name to its rows, in blocks that start and end between two heads."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +80,8 @@ class WeightCheck:
 
 def check_weights(
     layout: ModelLayout,
-    read: TensorReader,
-    read_fused: TensorReader | None = None,
+    read: RowReader,
+    rotations: Mapping[str, TensorRotation] | None = None,
     *,
     report: Report = silent,
 ) -> WeightCheck:
@@ -85,21 +89,20 @@ def check_weights(
 
     Args:
         layout: where V and O live.
-        read: from a tensor's name to the original tensor.
-        read_fused: the same for the fused tensor, for example from the written checkpoint;
-            default: what `tensor_rotations` makes of the original.
+        read: the original tensors.
+        rotations: what the fusion makes of each; default: `tensor_rotations`.
         report: told after each layer.
 
     Raises:
         UnsupportedModelError: a head's output changed by more than rounding explains, or
             rounding alone is too coarse for a layer's weights; the message names the layer.
     """
-    if read_fused is None:
-        read_fused = _fused_reader(layout, read)
+    if rotations is None:
+        rotations = tensor_rotations(layout)
     checks = []
     report(_STAGE, 0, len(layout.layers))
     for layer in layout.layers:
-        checks.append(_check_layer(layer, read, read_fused))
+        checks.append(_check_layer(layer, read, rotations))
         report(_STAGE, len(checks), len(layout.layers))
     worst = max(checks, key=lambda check: check.largest_change)
     return WeightCheck(
@@ -110,111 +113,187 @@ def check_weights(
 
 
 @dataclass(frozen=True)
-class _Head:
-    """One query head and the KV head it reads, in the stored dtype.
+class _Block:
+    """Some heads' channels, before and after the fusion.
 
     Attributes:
-        value_weight: W_V[h], [head_dim, hidden_size].
-        value_bias: b_V[h], [head_dim, 1], or None.
-        output_weight: W_O[:, q], [hidden_size, head_dim].
+        heads: which heads, by their place in the tensor's slices.
+        first: index of the first row of `before` along the tensor's other axis.
+        before: [heads, other axis, head_dim], in the stored dtype.
+        after: the same, fused.
     """
 
-    value_weight: Tensor
-    value_bias: Tensor | None
-    output_weight: Tensor
+    heads: list[int]
+    first: int
+    before: Tensor
+    after: Tensor
 
 
-def _fused_reader(layout: ModelLayout, read: TensorReader) -> TensorReader:
-    rotations = tensor_rotations(layout)
-    return lambda name: rotations[name](read(name))
+def _blocks(
+    part: HeadSlices, read: RowReader, rotations: Mapping[str, TensorRotation]
+) -> Iterator[_Block]:
+    first_row = 0
+    for rows in read(part.tensor):
+        vectors, fused = (
+            take_heads(each, part, first_row)
+            for each in (rows, rotations[part.tensor](rows, first_row))
+        )
+        inside = range(first_row, first_row + len(rows))
+        heads = [i for i, start in enumerate(part.starts) if part.axis or start in inside]
+        if rows.ndim == 1:
+            vectors, fused = vectors[:, None], fused[:, None]
+        if heads:
+            yield _Block(heads, first_row if part.axis else 0, vectors, fused)
+        first_row += len(rows)
 
 
-def _heads(layer: AttentionLayer, read: TensorReader) -> Iterator[_Head]:
-    values = [take_heads(read(heads.tensor), heads) for heads in layer.value]
-    output_weight = take_heads(read(layer.output.tensor), layer.output)
-    group = layer.num_heads // layer.num_kv_heads
-    for query_head in range(layer.num_heads):
-        weight, *bias = (value[query_head // group] for value in values)
-        yield _Head(weight.T, bias[0][:, None] if bias else None, output_weight[query_head])
+@dataclass(frozen=True)
+class _Values:
+    """V's heads for some probes.
+
+    Attributes:
+        before: V, [num_kv_heads, head_dim, probes].
+        after: V', the same shape.
+        error: summed squares of the rounding errors of V', [num_kv_heads, head_dim].
+        alive: whether any weight of a head is not zero, [num_kv_heads].
+    """
+
+    before: Tensor
+    after: Tensor
+    error: Tensor
+    alive: Tensor
+
+
+def _values(blocks: Iterable[_Block], part: HeadSlices, *, is_bias: bool) -> _Values:
+    """V for the probes through the weight alone, or what the bias adds to it."""
+    heads, probes = len(part.starts), 1 if is_bias else _NUM_PROBES
+    before, after = torch.zeros(2, heads, part.head_dim, probes, dtype=torch.float64)
+    error = torch.zeros(heads, part.head_dim, dtype=torch.float64)
+    alive = torch.zeros(heads, dtype=torch.bool)
+    for block in blocks:
+        seen = _probes(block) if not is_bias else torch.ones(1, 1, dtype=torch.float64)
+        before[block.heads] += block.before.double().mT @ seen
+        after[block.heads] += block.after.double().mT @ seen
+        squares = _rounding_error(block.after).square()
+        error[block.heads] += (squares * seen.square().sum(1)[:, None]).sum(1)
+        alive[block.heads] |= block.before.flatten(1).any(1)
+    return _Values(before, after, error, alive)
+
+
+def _probes(block: _Block) -> Tensor:
+    """The probes' entries that meet a block of V: [other axis, probes]; equal for equal places."""
+    generator = torch.Generator().manual_seed(_SEED + block.first)
+    shape = (block.before.shape[1], _NUM_PROBES)
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+@dataclass(frozen=True)
+class _Outputs:
+    """What a layer's query heads make of V and V'.
+
+    Attributes:
+        distance: ‖W_O'[:, q] V' − W_O[:, q] V‖, for the weight and for the bias of V,
+            [parts of V, num_heads].
+        weight: summed squares of W_O', [num_heads, head_dim].
+        error: summed squares of the rounding errors of W_O', [num_heads, head_dim].
+        alive: whether any entry of a head in W_O is not zero, [num_heads].
+        size: ‖Y‖ of all heads together.
+        change: ‖Y' − Y‖.
+        dtype: of the stored W_O'.
+    """
+
+    distance: Tensor
+    weight: Tensor
+    error: Tensor
+    alive: Tensor
+    size: float
+    change: float
+    dtype: torch.dtype
+
+
+def _outputs(
+    blocks: Iterable[_Block], part: HeadSlices, values: list[_Values], kv_heads: Tensor
+) -> _Outputs:
+    heads = len(part.starts)
+    weight, error = torch.zeros(2, heads, part.head_dim, dtype=torch.float64)
+    distance = torch.zeros(len(values), heads, dtype=torch.float64)
+    alive = torch.zeros(heads, dtype=torch.bool)
+    output: dict[int, Tensor] = {}
+    change: dict[int, Tensor] = {}
+    for block in blocks:
+        old_weight, new_weight = block.before.double(), block.after.double()
+        weight[block.heads] += new_weight.square().sum(1)
+        error[block.heads] += _rounding_error(block.after).square().sum(1)
+        alive[block.heads] |= block.before.flatten(1).any(1)
+        for squares, value in zip(distance, values, strict=True):
+            read = kv_heads[block.heads]
+            old = old_weight @ value.before[read]
+            difference = new_weight @ value.after[read] - old
+            squares[block.heads] += difference.square().sum((1, 2))
+            for sums, part_of_sum in ((output, old), (change, difference)):
+                sums[block.first] = sums.get(block.first, torch.zeros(1)) + part_of_sum.sum(0)
+        dtype = block.after.dtype
+    size, changed = (
+        sum(float(rows.square().sum()) for rows in sums.values()) ** 0.5
+        for sums in (output, change)
+    )
+    return _Outputs(distance.sqrt(), weight, error, alive, size, changed, dtype)
 
 
 def _check_layer(
-    layer: AttentionLayer, read: TensorReader, read_fused: TensorReader
+    layer: AttentionLayer, read: RowReader, rotations: Mapping[str, TensorRotation]
 ) -> WeightCheck:
-    output = change = torch.zeros(1, dtype=torch.float64)
-    rounding_squared = size_squared = 0.0
-    alive = False
-    warnings: dict[str, None] = {}
-    heads = zip(_heads(layer, read), _heads(layer, read_fused), strict=True)
-    for query_head, (head, fused) in enumerate(heads):
-        warnings |= dict.fromkeys(_dead_parts(layer, query_head, head))
-        old_output_weight = head.output_weight.double()
-        new_output_weight = fused.output_weight.double()
-        column_size = new_output_weight.square().sum(0)
-        column_error = _rounding_error(fused.output_weight, dim=1).square().sum(0)
-        for before, after, error in _value_pairs(head, fused):
-            old = old_output_weight @ before
-            difference = new_output_weight @ after - old
-            energy = after.square().sum(1)
-            rounding = float(column_size @ error + column_error @ energy)
-            distance, allowed = float(difference.norm()), ALLOWED_ROUNDING * rounding**0.5
-            if not distance <= allowed:
-                raise UnsupportedModelError(
-                    f"layer {layer.index}: fusing V would change the output of query head "
-                    f"{query_head} by {distance:.2e}; rounding explains {allowed:.2e}",
-                    hint=ONLINE_HINT,
-                )
-            rounding_squared += rounding
-            size_squared += float(column_size @ energy)
-            alive = alive or bool(before.any() and old_output_weight.any())
-            output = output + old
-            change = change + difference
-    if alive and rounding_squared > LARGEST_ROUNDING**2 * size_squared:
+    values = [
+        _values(_blocks(part, read, rotations), part, is_bias=index > 0)
+        for index, part in enumerate(layer.value)
+    ]
+    kv_heads = torch.arange(layer.num_heads) // (layer.num_heads // layer.num_kv_heads)
+    outputs = _outputs(_blocks(layer.output, read, rotations), layer.output, values, kv_heads)
+    energies = [value.after.square().sum(2)[kv_heads] for value in values]
+    rounding = torch.stack(
+        [
+            (outputs.weight * value.error[kv_heads] + outputs.error * energy).sum(1)
+            for value, energy in zip(values, energies, strict=True)
+        ]
+    )
+    allowed = ALLOWED_ROUNDING * rounding.sqrt()
+    for part, head in (~(outputs.distance <= allowed)).nonzero().tolist():
+        raise UnsupportedModelError(
+            f"layer {layer.index}: fusing V would change the output of query head {head} by "
+            f"{outputs.distance[part, head]:.2e}; rounding explains {allowed[part, head]:.2e}",
+            hint=ONLINE_HINT,
+        )
+    size_squared = sum(float((outputs.weight * energy).sum()) for energy in energies)
+    alive = (values[0].alive[kv_heads] & outputs.alive).any()
+    if alive and rounding.sum() > LARGEST_ROUNDING**2 * size_squared:
         raise UnsupportedModelError(
             f"layer {layer.index}: V and W_O are so small that rounding them to "
-            f"{head.output_weight.dtype} would change the layer's output",
+            f"{outputs.dtype} would change the layer's output",
             hint=f"pass --dtype bfloat16, or {ONLINE_HINT}",
         )
-    size = float(output.norm())
     return WeightCheck(
-        largest_change=float(change.norm()) / size if size else 0.0,
+        largest_change=outputs.change / outputs.size if outputs.size else 0.0,
         layer=layer.index,
-        warnings=tuple(warnings),
+        warnings=(
+            *_dead("V of KV head", values[0].alive, layer),
+            *_dead("W_O of query head", outputs.alive, layer),
+        ),
     )
 
 
-def _value_pairs(head: _Head, fused: _Head) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """V before and after, [head_dim, probes], and the summed squares of its rounding errors.
-
-    First for the probes through the weights alone, then for the bias, if there is one.
-    """
-    generator = torch.Generator().manual_seed(_SEED)
-    probes = torch.randn(
-        head.value_weight.shape[1], _NUM_PROBES, generator=generator, dtype=torch.float64
-    ).to(head.value_weight.device)
-    error = _rounding_error(fused.value_weight, dim=0).square() @ probes.square().sum(1)
-    yield head.value_weight.double() @ probes, fused.value_weight.double() @ probes, error
-    if head.value_bias is not None and fused.value_bias is not None:
-        error = _rounding_error(fused.value_bias, dim=0).square().sum(1)
-        yield head.value_bias.double(), fused.value_bias.double(), error
-
-
-def _rounding_error(weight: Tensor, dim: int) -> Tensor:
-    """e(w) of each entry of a fused weight whose dimension `dim` was rotated; float64."""
-    stored = torch.finfo(weight.dtype)
-    arithmetic = torch.finfo(torch.promote_types(weight.dtype, torch.float32))
-    weight = weight.double()
-    spread = weight.square().mean(dim, keepdim=True).sqrt()
+def _rounding_error(vectors: Tensor) -> Tensor:
+    """e(w) of each entry of fused vectors, [..., head_dim]; float64."""
+    stored = torch.finfo(vectors.dtype)
+    arithmetic = torch.finfo(torch.promote_types(vectors.dtype, torch.float32))
+    vectors = vectors.double()
+    spread = vectors.square().mean(-1, keepdim=True).sqrt()
     return (
-        stored.eps / 2 * weight.abs()
+        stored.eps / 2 * vectors.abs()
         + stored.smallest_normal * stored.eps / 2
-        + weight.shape[dim] * arithmetic.eps / 2 * spread
+        + vectors.shape[-1] * arithmetic.eps / 2 * spread
     )
 
 
-def _dead_parts(layer: AttentionLayer, query_head: int, head: _Head) -> Iterator[str]:
-    if not head.value_weight.any():
-        kv_head = query_head * layer.num_kv_heads // layer.num_heads
-        yield f"layer {layer.index}: V of KV head {kv_head} is all zero"
-    if not head.output_weight.any():
-        yield f"layer {layer.index}: W_O of query head {query_head} is all zero"
+def _dead(what: str, alive: Tensor, layer: AttentionLayer) -> Iterator[str]:
+    for head in (~alive).nonzero().flatten().tolist():
+        yield f"layer {layer.index}: {what} {head} is all zero"

@@ -16,7 +16,6 @@ the conversion changed the dtype, after the same rounding.
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -28,7 +27,7 @@ from kvarn_cli.model.fusion import put_heads, take_heads
 from kvarn_cli.model.layout import FUSIBLE_DTYPES, HeadSlices
 from kvarn_cli.progress import Report, silent
 from kvarn_cli.quantization.hadamard import hadamard_matrix
-from kvarn_cli.tensor_bytes import to_tensor
+from kvarn_cli.tensor_bytes import read_rows
 from kvarn_cli.verification.folder import Check, read_metadata
 
 
@@ -130,14 +129,7 @@ def _paired_blocks(
     """The same rows of both, whatever their dtypes."""
     both = (converted, source)
     rows = min(rows_at_once(checkpoint.info(name), row_step) for checkpoint in both)
-    yield from zip(*(_row_tensors(checkpoint, name, rows) for checkpoint in both), strict=True)
-
-
-def _row_tensors(checkpoint: Checkpoint, name: str, rows: int) -> Iterator[Tensor]:
-    path, info = checkpoint.folder / checkpoint.weight_map[name], checkpoint.info(name)
-    for block in read_blocks(path, info, rows):
-        flat = replace(info, shape=(len(block) // FUSIBLE_DTYPES[info.dtype].itemsize,))
-        yield to_tensor(block, flat).reshape(-1, *info.shape[1:])
+    yield from zip(*(read_rows(checkpoint, name, rows) for checkpoint in both), strict=True)
 
 
 def _share_of_rounding(stored: Tensor, original: Tensor, matrix: Tensor) -> float:

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -44,12 +46,25 @@ class Checkpoint:
         )
         self.layout = ModelLayout(head_dim, (layer,))
 
-    def read(self, name):
+    def tensor(self, name):
         return self.tensors[name].to(self.dtype)
+
+    def read(self, name):
+        """In blocks of unequal length."""
+        step = self.layout.row_step(name)
+        yield from self.tensor(name).split([step, len(self.tensors[name]) - step])
 
     def fused(self, rotation=None):
         rotations = tensor_rotations(self.layout, rotation)
-        return {name: rotated(self.read(name)) for name, rotated in rotations.items()}
+        return {name: rotated(self.tensor(name)) for name, rotated in rotations.items()}
+
+
+def as_fused(tensors):
+    """A fusion that makes these tensors of the original ones, right or wrong."""
+    return {
+        name: lambda rows, first_row=0, tensor=tensor: tensor[first_row : first_row + len(rows)]
+        for name, tensor in tensors.items()
+    }
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -101,18 +116,18 @@ def test_refuses_wrong_fusions(dtype, head_dim):
     )
     right = checkpoint.fused()
     sabotaged = {
-        "bias left out": {bias: checkpoint.read(bias)},
-        "V left out": {value: checkpoint.read(value)},
-        "O left out": {output: checkpoint.read(output)},
+        "bias left out": {bias: checkpoint.tensor(bias)},
+        "V left out": {value: checkpoint.tensor(value)},
+        "O left out": {output: checkpoint.tensor(output)},
         "V takes R": {value: checkpoint.fused(rotation.T)[value]},
         "O takes its inverse": {output: checkpoint.fused(rotation.T)[output]},
         "one wrong sign": {value: checkpoint.fused(one_wrong_sign)[value]},
         "KV heads swapped": {value: right[value].roll(head_dim, 0)},
-        "query heads interleaved": {output: interleaved(checkpoint.read(output), rotation)},
+        "query heads interleaved": {output: interleaved(checkpoint.tensor(output), rotation)},
     }
     for sabotage, tensors in sabotaged.items():
         with pytest.raises(UnsupportedModelError, match=r"layer 0: .* query head 0"):
-            check_weights(checkpoint.layout, checkpoint.read, (right | tensors).__getitem__)
+            check_weights(checkpoint.layout, checkpoint.read, as_fused(right | tensors))
             pytest.fail(sabotage)
 
 
@@ -121,7 +136,34 @@ def test_a_single_wrong_head_is_named():
     fused = checkpoint.fused()
     fused[checkpoint.output_weight][:, 3 * 32 :] *= -1
     with pytest.raises(UnsupportedModelError, match="query head 3"):
-        check_weights(checkpoint.layout, checkpoint.read, fused.__getitem__)
+        check_weights(checkpoint.layout, checkpoint.read, as_fused(fused))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_weights_may_be_stored_transposed(dtype):
+    """As in GPT-2: V's channels are columns, W_O's are rows."""
+    checkpoint = Checkpoint(dtype=dtype)
+    (layer,) = checkpoint.layout.layers
+    weight, bias = layer.value
+    checkpoint.layout = ModelLayout(
+        checkpoint.layout.head_dim,
+        (
+            replace(
+                layer,
+                value=(replace(weight, axis=1), bias),
+                output=replace(layer.output, axis=0),
+            ),
+        ),
+    )
+    for name in (checkpoint.value_weight, checkpoint.output_weight):
+        checkpoint.tensors[name] = checkpoint.tensors[name].T.contiguous()
+    roundoff = torch.finfo(dtype).eps / 2
+    check = check_weights(checkpoint.layout, checkpoint.read)
+    assert 0.1 * roundoff < check.largest_change < 50 * roundoff
+    wrong = checkpoint.fused()
+    wrong[checkpoint.output_weight][3 * 32 :] *= -1
+    with pytest.raises(UnsupportedModelError, match="query head 3"):
+        check_weights(checkpoint.layout, checkpoint.read, as_fused(wrong))
 
 
 def test_names_heads_that_are_all_zero():
@@ -131,8 +173,8 @@ def test_names_heads_that_are_all_zero():
     checkpoint.tensors[checkpoint.output_weight][:, :32] = 0
     check = check_weights(checkpoint.layout, checkpoint.read)
     assert check.warnings == (
-        "layer 0: W_O of query head 0 is all zero",
         "layer 0: V of KV head 1 is all zero",
+        "layer 0: W_O of query head 0 is all zero",
     )
 
 
