@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, NoReturn, Self
@@ -129,7 +130,7 @@ class Console:
 
     @contextmanager
     def progress(self) -> Iterator[Report]:
-        """A bar per stage on a terminal; elsewhere a line per stage, and one now and then.
+        """A bar per stage, with the time left; where no terminal is, a line now and then.
 
         The bars start with the first stage: what comes before it, such as a download, may have
         bars of its own.
@@ -138,19 +139,23 @@ class Console:
         live = self._err.is_terminal and not self._err.is_dumb_terminal and not self.quiet
         columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
         bars = Progress(*columns, console=self._err, disable=not live)
-        last_line = time.monotonic()
+        starts: dict[str, tuple[float, int]] = {}
+        last_line = 0.0
 
         def report(stage: str, done: int, total: int) -> None:
             nonlocal last_line
-            line = ""
+            now, line = time.monotonic(), ""
             if stage not in stages:
                 bars.start()
                 stages[stage] = bars.add_task(stage, total=total)
+                starts[stage] = now, done
                 line = f"{stage} ..."
-            elif time.monotonic() - last_line > _LINE_SECONDS:
-                line = f"{stage} {done / max(total, 1):.0%}"
+            elif now - last_line > _LINE_SECONDS:
+                start, first = starts[stage]
+                left = (now - start) / max(done - first, 1) * (total - done)
+                line = f"{stage} {done / max(total, 1):.0%}, {timedelta(seconds=round(left))} left"
             if line and not live:
-                last_line = time.monotonic()
+                last_line = now
                 self.note(line)
             bars.update(stages[stage], completed=done, total=total)
 

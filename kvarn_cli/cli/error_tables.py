@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING
 from kvarn_cli.cli.console import Console
 
 if TYPE_CHECKING:
-    from kvarn_cli.evaluation.error_report import ErrorReport, MethodResult
+    from kvarn_cli.evaluation.error_report import ContextError, ErrorReport, MethodResult
+
+_MOST_LENGTHS = 3
 
 
 def show_report(console: Console, errors: "ErrorReport") -> None:
@@ -18,11 +20,11 @@ def show_report(console: Console, errors: "ErrorReport") -> None:
     done = results[0].num_windows
     count = f"{done} of {windows.num_samples}" if done < windows.num_samples else f"{done}"
     console.result(
-        f"{errors.model} ({rotation}), {count} windows of {windows.sequence_length} tokens, "
-        f"{windows.dataset}, {errors.compute_dtype}"
+        f"{errors.model} ({rotation}), {count} {'window' if count == '1' else 'windows'} of "
+        f"{windows.sequence_length:,} tokens, {windows.dataset}, {errors.compute_dtype}"
     )
-    _show_summary(console, results)
-    _show_context(console, results)
+    _show_predictions(console, results)
+    _show_attention(console, results)
     _show_tokens(console, results)
     _show_memory(console, results)
     _show_extras(console, errors)
@@ -31,24 +33,34 @@ def show_report(console: Console, errors: "ErrorReport") -> None:
     console.result(thresholds(errors))
 
 
-def _show_summary(console: Console, results: "tuple[MethodResult, ...]") -> None:
+def _show_predictions(console: Console, results: "tuple[MethodResult, ...]") -> None:
     rows = [
         ("bits", lambda r: r.bits_per_element, "{:.2f}", min),
         ("KL", lambda r: r.logits.kl.mean, "{:.4f}", min),
-        ("top-1", lambda r: r.logits.top1, "{:.2%}", max),
+        ("±", lambda r: _half_width(r.logits.kl.interval), "{:.4f}", None),
+        ("top-1", lambda r: r.logits.top1, "{:.1%}", max),
         ("loss +", lambda r: r.logits.loss - r.logits.loss_exact, "{:.4f}", min),
-        ("MAE", lambda r: r.attention.accumulated.mae, "{:.4f}", min),
-        ("static", lambda r: r.attention.static.mae if r.attention.static else None, "{:.4f}", min),
-        ("gap", lambda r: r.attention.gap, "{:+.0%}", None),
+        ("perplexity", lambda r: r.logits.perplexity, "{:.3f}", min),
         ("s", lambda r: r.elapsed_seconds, "{:.1f}", None),
     ]
     columns = [_marked(results, value, form, best) for _, value, form, best in rows]
-    names = [result.method for result in results]
+    logits = results[0].logits
     console.table(
         ["method", *(name for name, *_ in rows)],
-        list(zip(names, *columns, strict=True)),
-        title=f"Predictions and attention (* best; {_window_note(results)})",
+        list(zip(map(_name, results), *columns, strict=True)),
+        title=f"Predictions from token {logits.first_position} on (full precision: loss "
+        f"{logits.loss_exact:.4f}, perplexity {logits.perplexity_exact:.3f})\n"
+        f"(* best; ±: 95 % over windows; {_window_note(results)})",
     )
+
+
+def _name(result: "MethodResult") -> str:
+    """The spec, in lines where it has options."""
+    return result.method.replace(",", ",\n")
+
+
+def _half_width(interval: tuple[float, float] | None) -> float | None:
+    return None if interval is None else (interval[1] - interval[0]) / 2
 
 
 def _marked(
@@ -83,27 +95,38 @@ def _window_note(results: "tuple[MethodResult, ...]") -> str:
     return f"exact with all: the first {sink} tokens{newest}, the incomplete group"
 
 
-def _show_context(console: Console, results: "tuple[MethodResult, ...]") -> None:
-    """Attention error at doubling context lengths; blocks of one group."""
-    blocks = {r.method: r.attention.accumulated.by_context for r in results}
-    longest = max(blocks.values(), key=len)
-    ends = [block.end for block in longest if block.affected] or [block.end for block in longest]
-    shown = [end for end in ends if end == ends[-1] or (end & (end - 1)) == 0][-5:]
-    rows = []
-    for method, own in blocks.items():
-        by_end = {block.end: block for block in own}
-        cells = []
-        for block in map(by_end.get, shown):
-            half = ""
-            if block and block.interval:
-                half = f" ±{(block.interval[1] - block.interval[0]) / 2:.3f}"
-            cells.append(f"{block.mae:.4f}{half}" if block else "")
-        rows.append([method, *cells])
+def _show_attention(console: Console, results: "tuple[MethodResult, ...]") -> None:
+    """Both regimes, and the accumulated one at doubling context lengths; blocks of one group."""
+    blocks = [{b.end: b for b in r.attention.accumulated.by_context} for r in results]
+    longest = max(blocks, key=len)
+    ends = [end for end, block in longest.items() if block.affected] or list(longest)
+    shown = [end for end in ends if end == ends[-1] or (end & (end - 1)) == 0][-_MOST_LENGTHS:]
+    columns = [
+        _marked(results, lambda r: r.attention.accumulated.mae, "{:.4f}", min),
+        _marked(results, _static_mae, "{:.4f}", min),
+        _marked(results, lambda r: r.attention.gap, "{:+.0%}", None),
+    ]
+    at_lengths = [[_with_half_width(own.get(end)) for end in shown] for own in blocks]
     console.table(
-        ["method", *(f"≤{end}" for end in shown)],
-        rows,
-        title="Attention MAE, accumulated, of the block ending here (±: 95 % over windows)",
+        ["method", "accum.", "static", "gap", *(f"≤{end}" for end in shown)],
+        [
+            [_name(result), *means, *cells]
+            for result, *means, cells in zip(results, *columns, at_lengths, strict=True)
+        ],
+        title="Attention MAE (≤N: accumulated, of the block that ends at N)",
     )
+
+
+def _static_mae(result: "MethodResult") -> float | None:
+    static = result.attention.static
+    return None if static is None else static.mae
+
+
+def _with_half_width(block: "ContextError | None") -> str:
+    if block is None:
+        return ""
+    half = _half_width(block.interval)
+    return f"{block.mae:.4f}" + ("" if half is None else f"±{half:.3f}")
 
 
 def _show_tokens(console: Console, results: "tuple[MethodResult, ...]") -> None:
@@ -115,7 +138,7 @@ def _show_tokens(console: Console, results: "tuple[MethodResult, ...]") -> None:
         worst = keys.worst[1]
         rows.append(
             [
-                result.method,
+                _name(result),
                 f"{keys.magnitude:.5f}",
                 f"{keys.direction:.5f}",
                 f"{values.magnitude:.5f}",
@@ -134,7 +157,7 @@ def _show_tokens(console: Console, results: "tuple[MethodResult, ...]") -> None:
 
 def _show_memory(console: Console, results: "tuple[MethodResult, ...]") -> None:
     rows = [
-        [result.method, *(f"{entry.bytes / 2**20:,.1f}" for entry in result.memory)]
+        [_name(result), *(f"{entry.bytes / 2**20:,.1f}" for entry in result.memory)]
         for result in results
     ]
     full = results[0].memory
@@ -148,7 +171,7 @@ def _show_memory(console: Console, results: "tuple[MethodResult, ...]") -> None:
 
 def _show_extras(console: Console, errors: "ErrorReport") -> None:
     oracle = [
-        [result.method, f"{entry.share:.1%}", f"{result.logits.kl.mean:.4f}"]
+        [_name(result), f"{entry.share:.1%}", f"{result.logits.kl.mean:.4f}"]
         + [f"{kl:.4f}" for kl in (entry.kl_mean, control.kl_mean)]
         for result in errors.results
         if result.oracle
@@ -171,7 +194,7 @@ def _show_extras(console: Console, errors: "ErrorReport") -> None:
         asked = errors.retrieval_exact
         rows = [["full precision", str(asked.num_correct)]]
         rows += [
-            [result.method, str(result.retrieval.num_correct)]
+            [_name(result), str(result.retrieval.num_correct)]
             for result in errors.results
             if result.retrieval
         ]

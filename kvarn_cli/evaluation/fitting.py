@@ -67,7 +67,7 @@ def _states(
         return call.attend(0, call.key.shape[2], call.key, call.value)
 
     with attention_tap(model, tap):
-        model(input_ids=tokens.to(model.device), use_cache=False)
+        model(input_ids=tokens.to(model.device), use_cache=False, logits_to_keep=1)
     return states
 
 

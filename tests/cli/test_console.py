@@ -119,6 +119,6 @@ def test_long_work_shows_in_a_pipe_that_it_goes_on(monkeypatch, capfd):
             now += 4
     assert capfd.readouterr().err.splitlines() == [
         "validating ...",
-        "validating 38%",
-        "validating 75%",
+        "validating 38%, 0:00:20 left",
+        "validating 75%, 0:00:08 left",
     ]

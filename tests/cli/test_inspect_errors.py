@@ -27,7 +27,7 @@ def test_the_tables_of_a_converted_model(converted, short_run):
     outcome = run_kvarn("inspect-errors", converted, *short_run, "--memory-at", "50000")
     assert outcome.exit_code == 0, outcome.stderr
     lines = outcome.stdout.splitlines()
-    assert lines[0].startswith("converted (V's rotation fused), 1 windows of 192 tokens, text.txt")
+    assert lines[0].startswith("converted (V's rotation fused), 1 window of 192 tokens, text.txt")
     tables = [line for line in lines if line[:1] in "┏┃┡│└"]
     assert max(map(len, tables)) <= 100
     for method in ("kvarn:k4v4_g32", "kvarn:k2v2_g32", "quarot:k2v2_g32", "kivi:k2v2_g32"):

@@ -33,7 +33,7 @@ def test_one_window_and_no_error_are_drawn_too(num_windows: int) -> None:
     report = tiny_report(num_windows)
     exact = report.model_copy(update={"results": report.results[:1]})
     assert list(draw_figures(report)) == NAMES
-    assert list(draw_figures(exact)) == ["context", "heads"]
+    assert list(draw_figures(exact)) == ["context"]
 
 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path) -> None:

@@ -1,3 +1,5 @@
+import math
+
 import pytest
 import torch
 from decoding import calm_model, exact_logits, random_tokens
@@ -6,7 +8,9 @@ from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     Cohere2Config,
+    CohereConfig,
     GlmConfig,
+    Llama4TextConfig,
     OPTConfig,
     PhiConfig,
     PreTrainedConfig,
@@ -55,7 +59,15 @@ def _pairs() -> PreTrainedModel:
     return _model(GlmConfig(**SIZES, num_key_value_heads=1, head_dim=32))
 
 
-@pytest.mark.parametrize("make", [_yarn, _partial, _pairs])
+def _wide_pairs() -> PreTrainedModel:
+    """Cohere turns neighbouring channels, all of them."""
+    return _model(CohereConfig(**SIZES, num_key_value_heads=1))
+
+
+MODELS = [_yarn, _partial, _pairs, _wide_pairs]
+
+
+@pytest.mark.parametrize("make", MODELS)
 def test_undone_keys_are_those_of_the_projection(make) -> None:
     model, calls = make(), []
 
@@ -80,7 +92,25 @@ def test_undone_keys_are_those_of_the_projection(make) -> None:
         assert (undone - call.key[:, :, tokens]).abs().max() > 0.1
 
 
-@pytest.mark.parametrize("make", [_yarn, _partial, _pairs])
+def test_cos_and_sin_of_yarn_are_scaled_and_those_of_partial_rotary_narrower() -> None:
+    """So the models above are what they are there for."""
+    calls = []
+
+    def tap(call: AttentionCall) -> Tensor:
+        calls.append(call)
+        return call.attend(0, call.key.shape[2], call.key, call.value)
+
+    for make in (_yarn, _partial):
+        with attention_tap(model := make(), tap):
+            exact_logits(model, random_tokens(10))
+    for call, scale, rotary_dim in ((calls[0], 0.1 * math.log(4) + 1, 32), (calls[-1], 1, 16)):
+        cos, sin = call.position_embeddings
+        assert cos.shape[-1] == rotary_dim
+        assert call.key.shape[-1] == 32
+        torch.testing.assert_close(cos.square() + sin.square(), torch.full_like(cos, scale**2))
+
+
+@pytest.mark.parametrize("make", MODELS)
 def test_a_method_that_needs_it_is_fitted_to_every_layer(make) -> None:
     model, exact = make(), Exact()
     kept, fitted = fit_methods(model, random_tokens(200), [exact, parse_method("kvquant:k2v2_g32")])
@@ -105,6 +135,17 @@ def test_a_layer_that_leaves_rope_out_is_refused_by_number() -> None:
                 **{k: v for k, v in SIZES.items() if k != "intermediate_size"},
                 ffn_dim=96,
                 word_embed_proj_dim=64,
+            ),
+            "its file has no apply_rotary_pos_emb",
+        ),
+        (
+            Llama4TextConfig(
+                **SIZES,
+                intermediate_size_mlp=96,
+                num_key_value_heads=1,
+                head_dim=32,
+                num_local_experts=2,
+                layer_types=["full_attention"] * 2,
             ),
             "its file has no apply_rotary_pos_emb",
         ),

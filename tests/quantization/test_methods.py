@@ -1,5 +1,7 @@
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvarn_cli.errors import SettingsError
 from kvarn_cli.quantization.hadamard import fused_rotation, hadamard_matrix, rotate
@@ -18,6 +20,7 @@ from kvarn_cli.quantization.methods import (
     parse_method,
 )
 from kvarn_cli.quantization.rounding import round_to_nearest
+from kvarn_cli.quantization.variance_normalization import variance_normalize
 from kvarn_cli.settings import KVarNSettings
 
 
@@ -94,7 +97,7 @@ def test_wrong_specs_are_refused(spec, message):
 
 
 def test_settings_go_in_and_come_out_whole():
-    settings = KVarNSettings(
+    own = KVarNSettings(
         key_bits=2,
         value_bits=4,
         group_size=32,
@@ -105,10 +108,8 @@ def test_settings_go_in_and_come_out_whole():
         std_max=4.0,
         sink_tokens=16,
     )
-    assert KVarN.from_settings(settings).settings == settings
-    assert KIVI.from_settings(settings) == KIVI(
-        key_bits=2, value_bits=4, group_size=32, sink_tokens=16
-    )
+    assert KVarN.from_settings(own).settings == own
+    assert KIVI.from_settings(own) == KIVI(key_bits=2, value_bits=4, group_size=32, sink_tokens=16)
 
 
 def test_clips_matter():
@@ -260,12 +261,23 @@ def test_more_bits_give_less_error(spec):
     assert all(fine < coarse / 5 for coarse, fine in zip(*errors, strict=True))
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_with_scales_in_full_precision_more_bits_give_less_error_on_random_tiles(seed):
+@pytest.mark.parametrize("iterations", [0, 8])
+@given(seed=st.integers(0, 2**32 - 1), key_like=st.booleans())
+@settings(max_examples=20, deadline=None)
+def test_with_scales_in_full_precision_more_bits_give_less_error_on_random_tiles(
+    iterations, seed, key_like
+):
+    """Balanced and rounded as KVarN does, before scales become float16."""
     generator = torch.Generator().manual_seed(seed)
     tile = torch.randn(64, 128, generator=generator) * torch.rand(64, 1, generator=generator)
+    tile = tile if key_like else tile.T.contiguous()
+    scales = variance_normalize(tile[None], KVarNSettings(iterations=iterations))
+    balanced = tile[None] / scales.row / scales.column
     errors = [
-        (round_to_nearest(tile, bits).dequantize() - tile).square().mean() for bits in (2, 4, 8)
+        (round_to_nearest(balanced, bits).dequantize() * scales.row * scales.column - tile)
+        .square()
+        .mean()
+        for bits in (2, 4, 8)
     ]
     assert errors[0] > 10 * errors[1] > 1000 * errors[2]
 
