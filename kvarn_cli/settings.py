@@ -11,16 +11,19 @@ from typing import Literal, get_args
 from kvarn_cli.errors import SettingsError
 
 Encoder = Literal["reference", "refined"]
+Layout = Literal["vllm-fp16", "paper-fp8"]
 
 KEY_VALUE_BITS = (2, 4)
 GROUP_SIZES = (32, 64, 128, 256)
 HEAD_DIMS = (32, 64, 128, 256, 512)
 MAX_ITERATIONS = 1000
 ENCODERS = get_args(Encoder)
+LAYOUTS = get_args(Layout)
 DEFAULT_PRESET = "k4v2_g128"
 
 _NAME = re.compile(r"(?:kvarn_)?k(?P<key>[0-9]{1,3})v(?P<value>[0-9]{1,3})_g(?P<group>[0-9]{1,3})")
-_SCALE_BYTES = 2
+_SCALE_BYTES = {"vllm-fp16": 2, "paper-fp8": 1}
+_ZERO_POINT_BYTES = 2
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ class KVarNSettings:
         std_max: upper clip of a standard deviation before its logarithm.
         sink_tokens: first tokens of a sequence that stay exact.
         residual_tokens: newest tokens that stay exact besides those of the incomplete tile.
-        layout: name of the record layout.
+        layout: name of the record layout; `vllm-fp16` is what engines store.
         encoder: how codes and scales are chosen; every decoder takes the records of either.
 
     Raises:
@@ -57,14 +60,14 @@ class KVarNSettings:
     std_max: float = 1e3
     sink_tokens: int = 128
     residual_tokens: int = 0
-    layout: Literal["vllm-fp16"] = "vllm-fp16"
+    layout: Layout = "vllm-fp16"
     encoder: Encoder = "reference"
 
     def __post_init__(self) -> None:
         for name in ("key_bits", "value_bits"):
             check_choice(name, getattr(self, name), KEY_VALUE_BITS)
         check_choice("group_size", self.group_size, GROUP_SIZES)
-        check_choice("layout", self.layout, ("vllm-fp16",))
+        check_choice("layout", self.layout, LAYOUTS)
         check_choice("encoder", self.encoder, ENCODERS)
         if not 0 <= self.iterations <= MAX_ITERATIONS:
             raise SettingsError(
@@ -114,9 +117,8 @@ class KVarNSettings:
         """Bytes of one record: one tile of K and of V of one KV head, codes and scales."""
         check_head_dim(head_dim)
         codes = head_dim * self.group_size * (self.key_bits + self.value_bits) // 8
-        key_scales = 2 * head_dim + self.group_size
-        value_scales = head_dim + 2 * self.group_size
-        return codes + (key_scales + value_scales) * _SCALE_BYTES
+        scales = 2 * (head_dim + self.group_size) * _SCALE_BYTES[self.layout]
+        return codes + scales + (head_dim + self.group_size) * _ZERO_POINT_BYTES
 
     def bits_per_element(self, head_dim: int) -> float:
         """Bits per K or V element of a packed tile, scales and zeros included."""

@@ -9,8 +9,8 @@ the reference encoder (`tile_record.quantize_tiles`) in two places:
 2. **Unbiased tokens.** Narrowing shortens vectors, and attention lives on inner products. Each
    token's stored scale is multiplied by ‖x‖²/⟨x, x̂⟩, so that ⟨x, x̂⟩ = ‖x‖².
 
-Every error is that of the decoder's own arithmetic: scales are rounded to float16 before codes are
-chosen with them, and the factor is taken from the decoded vectors. `docs/encoder.md` has the
+Every error is that of the decoder's own arithmetic: scales are rounded as the layout stores them
+before codes are chosen with them, and the factor is taken from the decoded vectors. `docs/encoder.md` has the
 method in full, with measurements.
 """
 
@@ -20,9 +20,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kvarn_cli.quantization.rounding import RoundedRows, to_float16
-from kvarn_cli.quantization.tile_record import QuantizedTiles
-from kvarn_cli.quantization.variance_normalization import TileScales, variance_normalize
+from kvarn_cli.quantization.rounding import RoundedRows, to_float16, to_stored
+from kvarn_cli.quantization.tile_record import SCALE_DTYPES, QuantizedTiles, tile_scales
+from kvarn_cli.quantization.variance_normalization import TileScales
 from kvarn_cli.settings import KVarNSettings
 
 Tokens = Literal["rows", "columns"]
@@ -43,18 +43,18 @@ def refine_tiles(
     Args:
         tiles: [..., rows, columns], float32.
         bits: bits of a code, 2 or 4.
-        settings: of the variance normalization.
+        settings: of the variance normalization, and the layout.
         tokens: whether tokens are the rows or the columns of these tiles.
 
     Returns:
-        Codes and float16 scales, with the leading dimensions of `tiles`.
+        Codes and scales, with the leading dimensions of `tiles`.
     """
     batch = tiles.reshape(-1, *tiles.shape[-2:])
-    scales = variance_normalize(batch, settings)
+    scales, dtype = tile_scales(batch, settings), SCALE_DTYPES[settings.layout]
     step = max(_CHUNK_ELEMENTS // tiles.shape[-2:].numel(), 1)
     chunks = []
     for chunk, *of_chunk in zip(*(x.split(step) for x in (batch, *scales)), strict=True):
-        quantized = search_ranges(chunk, TileScales(*of_chunk), bits, RANGE_SHARES[bits])
+        quantized = search_ranges(chunk, TileScales(*of_chunk), bits, RANGE_SHARES[bits], dtype)
         factor = unbiased_factor(chunk, quantized.dequantize(), tokens)
         chunks.append(scale_tokens(quantized, factor, tokens))
     codes, scale, zero_point, column_scale = (
@@ -70,7 +70,7 @@ def refine_tiles(
 
 
 def search_ranges(
-    tiles: Tensor, scales: TileScales, bits: int, shares: Sequence[float]
+    tiles: Tensor, scales: TileScales, bits: int, shares: Sequence[float], dtype: torch.dtype
 ) -> QuantizedTiles:
     """Round the rows of balanced tiles, each within the best of several ranges.
 
@@ -80,23 +80,24 @@ def search_ranges(
         bits: bits of a code.
         shares: of the range from a row's minimum to its maximum, about the middle; 1 gives
             the scale and zero point of the reference encoder.
+        dtype: that scales are stored in.
 
     Returns:
         Of each row the candidate with the least Σ |error|³ in the balanced tile, the first of
         equals, among those with no more squared error than the first.
     """
     levels = 2**bits - 1
-    column_scale = to_float16(scales.column)
+    column_scale = to_stored(scales.column, dtype)
     work = tiles / (scales.row * scales.column)
     low, high = work.aminmax(dim=-1, keepdim=True)
     full_scale, half_range = (high - low) / levels * scales.row, (high - low) / 2
-    balanced = tiles / column_scale
+    balanced = tiles / column_scale.float()
     codes = torch.empty_like(work)
     least_cubes, allowed_squares = (torch.full_like(low, torch.inf) for _ in range(2))
     best_zero = to_float16((low + half_range) * scales.row)
-    best_scale = torch.zeros_like(best_zero)  # what remains of a row that is constant in float16
+    best_scale = torch.zeros_like(low)  # what remains of a row that is constant when stored
     for share in shares:
-        scale = to_float16(full_scale * share)
+        scale = to_stored(full_scale * share, dtype).to(low.dtype)
         zero_point = to_float16((low + (1 - share) * half_range) * scales.row)
         _scale_rows(balanced, scale, zero_point, out=work)
         errors = torch.round(work, out=codes).clamp_(0, levels).sub_(work)
@@ -109,7 +110,8 @@ def search_ranges(
         best_zero = torch.where(better, zero_point, best_zero)
     _scale_rows(balanced, best_scale, best_zero, out=work)
     best_codes = work.round_().clamp_(0, levels).to(torch.uint8)
-    return QuantizedTiles(RoundedRows(best_codes, best_scale, best_zero), column_scale)
+    rows = RoundedRows(best_codes, best_scale.to(dtype), best_zero)
+    return QuantizedTiles(rows, column_scale)
 
 
 def unbiased_factor(tiles: Tensor, decoded: Tensor, tokens: Tokens) -> Tensor:
@@ -140,8 +142,9 @@ def scale_tokens(quantized: QuantizedTiles, factor: Tensor, tokens: Tokens) -> Q
     """Multiply the stored scales of tokens; their codes stay."""
     rows, column_scale = quantized.rows, quantized.column_scale
     if tokens == "columns":
-        return QuantizedTiles(rows, to_float16(column_scale * factor))
-    scale, zero_point = to_float16(rows.scale * factor), to_float16(rows.zero_point * factor)
+        return QuantizedTiles(rows, to_stored(column_scale.float() * factor, column_scale.dtype))
+    scale = to_stored(rows.scale.float() * factor, rows.scale.dtype)
+    zero_point = to_float16(rows.zero_point * factor)
     return QuantizedTiles(RoundedRows(rows.codes, scale, zero_point), column_scale)
 
 

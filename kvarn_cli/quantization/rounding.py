@@ -45,10 +45,15 @@ def round_to_nearest(rows: Tensor, bits: int) -> RoundedRows:
     return RoundedRows(codes.to(torch.uint8), scale, low)
 
 
+def to_stored(scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round a scale to the dtype that it is stored in; saturates instead of overflowing."""
+    largest = torch.finfo(dtype).max
+    return scale.clamp(-largest, largest).to(dtype)
+
+
 def to_float16(scale: Tensor) -> Tensor:
-    """Round a scale to the float16 that records hold; saturates instead of overflowing."""
-    largest = torch.finfo(torch.float16).max
-    return scale.clamp(-largest, largest).to(torch.float16)
+    """Round a scale or zero point to float16; saturates instead of overflowing."""
+    return to_stored(scale, torch.float16)
 
 
 def rtn_along(rows: Tensor, bits: int) -> Tensor:

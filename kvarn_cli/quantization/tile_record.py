@@ -1,14 +1,15 @@
 """Quantized tiles and the byte record that stores one K and one V tile of a KV head.
 
-The `vllm-fp16` layout, little-endian and without gaps:
+A record is little-endian and without gaps. Its scales are fp16 in the layout `vllm-fp16`, FP8 e4m3
+in the layout `paper-fp8`:
 
     K codes   head_dim × group_size × key_bits / 8      row-major over [head_dim, group_size]
-    K scale   fp16[head_dim]      RTN scale × channel scale
+    K scale   scale[head_dim]     RTN scale × channel scale
     K zero    fp16[head_dim]
-    K column  fp16[group_size]    token scale
+    K column  scale[group_size]   token scale
     V codes   group_size × head_dim × value_bits / 8    row-major over [group_size, head_dim]
-    V column  fp16[head_dim]      channel scale
-    V scale   fp16[group_size]    RTN scale × token scale
+    V column  scale[head_dim]     channel scale
+    V scale   scale[group_size]   RTN scale × token scale
     V zero    fp16[group_size]
 """
 
@@ -22,10 +23,16 @@ from kvarn_cli.quantization.rounding import (
     pack_codes,
     round_to_nearest,
     to_float16,
+    to_stored,
     unpack_codes,
 )
-from kvarn_cli.quantization.variance_normalization import variance_normalize
+from kvarn_cli.quantization.variance_normalization import TileScales, variance_normalize
 from kvarn_cli.settings import KVarNSettings
+
+SCALE_DTYPES = {"vllm-fp16": torch.float16, "paper-fp8": torch.float8_e4m3fn}
+"""What scales are stored in, by layout; zero points are float16."""
+
+_SMALLEST_SIZE = 1e-6
 
 
 @dataclass(frozen=True)
@@ -33,9 +40,9 @@ class QuantizedTiles:
     """What a record holds of tiles of one kind.
 
     Attributes:
-        rows: codes uint8 [..., rows, columns]; scale and zero point float16 [..., rows, 1], both
-            with the row's normalization scale multiplied in.
-        column_scale: float16 [..., 1, columns].
+        rows: codes uint8 [..., rows, columns]; scale (dtype of the layout) and zero point float16
+            [..., rows, 1], both with the row's normalization scale multiplied in.
+        column_scale: dtype of the layout [..., 1, columns].
     """
 
     rows: RoundedRows
@@ -43,7 +50,7 @@ class QuantizedTiles:
 
     def dequantize(self) -> Tensor:
         """`(codes · scale + zero_point) · column_scale`, float32 [..., rows, columns]."""
-        return self.rows.dequantize().mul_(self.column_scale)
+        return self.rows.dequantize().mul_(self.column_scale.float())
 
 
 def quantize_tiles(tiles: Tensor, bits: int, settings: KVarNSettings) -> QuantizedTiles:
@@ -52,26 +59,46 @@ def quantize_tiles(tiles: Tensor, bits: int, settings: KVarNSettings) -> Quantiz
     Args:
         tiles: [..., rows, columns], float32.
         bits: bits of a code.
-        settings: of the variance normalization.
+        settings: of the variance normalization, and the layout.
 
     Returns:
-        Codes and float16 scales, with the leading dimensions of `tiles`.
+        Codes and scales, with the leading dimensions of `tiles`.
 
     Source: KVarN (arXiv 2606.03458), section 3.
     """
     batch = tiles.reshape(-1, *tiles.shape[-2:])
-    scales = variance_normalize(batch, settings)
+    scales, dtype = tile_scales(batch, settings), SCALE_DTYPES[settings.layout]
     rounded = round_to_nearest(batch / (scales.row * scales.column), bits)
     codes, scale, zero_point, column_scale = (
         part.reshape(*tiles.shape[:-2], *part.shape[1:])
         for part in (
             rounded.codes,
-            to_float16(rounded.scale * scales.row),
+            to_stored(rounded.scale * scales.row, dtype),
             to_float16(rounded.zero_point * scales.row),
-            to_float16(scales.column),
+            to_stored(scales.column, dtype),
         )
     )
     return QuantizedTiles(RoundedRows(codes, scale, zero_point), column_scale)
+
+
+def tile_scales(tiles: Tensor, settings: KVarNSettings) -> TileScales:
+    """The scales of the variance normalization, within reach of what the layout stores.
+
+    A record decodes to the same when its row scales are multiplied and its column scales divided
+    by one number. For FP8, whose range is short, this is a power of two of each tile that makes
+    both about the square root of the tile's size.
+
+    Args:
+        tiles: [N, rows, columns], float32.
+        settings: of the variance normalization, and the layout.
+    """
+    scales = variance_normalize(tiles, settings)
+    if settings.layout == "vllm-fp16":
+        return scales
+    size = tiles.square().mean(dim=(1, 2), keepdim=True).sqrt().clamp_min(_SMALLEST_SIZE)
+    column = scales.column.log2().mean(dim=(1, 2), keepdim=True)
+    shift = (column - size.log2() / 2).round().exp2()
+    return TileScales(scales.row * shift, scales.column / shift)
 
 
 def pack_records(keys: QuantizedTiles, values: QuantizedTiles, settings: KVarNSettings) -> Tensor:
@@ -104,12 +131,25 @@ def unpack_records(
     key_codes, value_codes = (
         head_dim * group_size * bits // 8 for bits in (settings.key_bits, settings.value_bits)
     )
-    channel, token = (2 * count for count in (head_dim, group_size))
+    scale, zero_point = SCALE_DTYPES[settings.layout], torch.float16
+    channels, tokens = head_dim, group_size
     parts = records.split(
-        [key_codes, channel, channel, token, value_codes, channel, token, token], dim=-1
+        [
+            key_codes,
+            channels * scale.itemsize,
+            channels * zero_point.itemsize,
+            tokens * scale.itemsize,
+            value_codes,
+            channels * scale.itemsize,
+            tokens * scale.itemsize,
+            tokens * zero_point.itemsize,
+        ],
+        dim=-1,
     )
-    key_scale, key_zero, key_column = map(_as_float16, parts[1:4])
-    value_column, value_scale, value_zero = map(_as_float16, parts[5:])
+    key_scale, key_column, value_column, value_scale = (
+        _as_numbers(parts[index], scale) for index in (1, 3, 5, 6)
+    )
+    key_zero, value_zero = (_as_numbers(parts[index], zero_point) for index in (2, 7))
     key_rows = RoundedRows(
         unpack_codes(parts[0], settings.key_bits).unflatten(-1, (head_dim, group_size)),
         key_scale[..., None],
@@ -130,5 +170,5 @@ def _as_bytes(scales: Tensor) -> Tensor:
     return scales.flatten(-2).contiguous().view(torch.uint8)
 
 
-def _as_float16(raw: Tensor) -> Tensor:
-    return raw.contiguous().view(torch.float16)
+def _as_numbers(raw: Tensor, dtype: torch.dtype) -> Tensor:
+    return raw.contiguous().view(dtype)

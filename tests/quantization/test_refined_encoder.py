@@ -55,7 +55,7 @@ def test_inner_products_with_the_token_itself_are_kept(seed, bits, tokens, tail)
 def test_no_row_of_the_balanced_tile_is_worse_than_with_the_reference(seed, bits, tokens, tail):
     tiles = random_tile(seed, tail)[None]
     scales = variance_normalize(tiles, SETTINGS)
-    own = search_ranges(tiles, scales, bits, RANGE_SHARES[bits])
+    own = search_ranges(tiles, scales, bits, RANGE_SHARES[bits], torch.float16)
     reference = quantize_tiles(tiles, bits, SETTINGS)
     own_error, reference_error = (
         ((quantized.dequantize() - tiles) / own.column_scale).norm(dim=-1)
