@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kvarn_cli.quantization.methods.base import PresetMethod
 from kvarn_cli.quantization.tile_codec import TileCodec
-from kvarn_cli.settings import Encoder, KVarNSettings, check_choice
+from kvarn_cli.settings import Encoder, KVarNSettings, Layout, check_choice
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +20,7 @@ class KVarN(PresetMethod):
         log_scale_max: upper clip of a log scale.
         std_min: lower clip of a standard deviation before its logarithm.
         std_max: upper clip of a standard deviation before its logarithm.
+        layout: of the record; `paper-fp8` has scales in FP8.
         encoder: `reference` chooses codes and scales as public backends do, `refined` better.
         value_rotation: `online` rotates V as it is cached, `fused` takes it as rotated already;
             None leaves the choice to the model, and means `online` here.
@@ -35,6 +36,7 @@ class KVarN(PresetMethod):
     log_scale_max: float = KVarNSettings.log_scale_max
     std_min: float = KVarNSettings.std_min
     std_max: float = KVarNSettings.std_max
+    layout: Layout = KVarNSettings.layout
     encoder: Encoder = KVarNSettings.encoder
     value_rotation: Literal["online", "fused"] | None = None
 
