@@ -30,7 +30,7 @@ from kvarn_cli.model.loading import (
 from kvarn_cli.model.shrunken import MODEL_CODE_ERRORS
 from kvarn_cli.runtime.cache import KVarNCache
 from kvarn_cli.runtime.description import described_cache
-from kvarn_cli.settings import DEFAULT_PRESET, KVarNSettings
+from kvarn_cli.settings import DEFAULT_PRESET, Encoder, KVarNSettings
 
 _STOPS = ("eos_token_id", "pad_token_id")
 _SAMPLING = ("temperature", "top_k", "top_p", "repetition_penalty")
@@ -46,6 +46,8 @@ class Generation:
         new_tokens: tokens generated.
         elapsed_seconds: of the whole generation, prompt included.
         cache_dtype: name of the cache's settings.
+        encoder: that packed the tiles.
+        saturated_scales: stored scales that had to be clamped, by layer, where there are any.
         cache_bytes: bytes that the cache held at the end.
         sixteen_bit_cache_bytes: bytes of the same tokens in float16.
     """
@@ -55,6 +57,8 @@ class Generation:
     new_tokens: int
     elapsed_seconds: float
     cache_dtype: str
+    encoder: Encoder
+    saturated_scales: dict[int, int]
     cache_bytes: int
     sixteen_bit_cache_bytes: int
 
@@ -80,6 +84,7 @@ def generate_text(
     prompt: str,
     *,
     preset: str | None = None,
+    encoder: Encoder | None = None,
     max_new_tokens: int = 256,
     chat_template: bool = True,
     seed: int | None = None,
@@ -97,6 +102,7 @@ def generate_text(
         model_name: local folder or Hub id; converted, or any supported one when `preset` is given.
         prompt: the user's message, or plain text to continue without a chat template.
         preset: settings of the cache; None takes those of the conversion.
+        encoder: that packs tiles; None takes that of the conversion, or the reference encoder.
         max_new_tokens: where to stop at the latest.
         chat_template: wrap the prompt as the model's chat template says, if it has one.
         seed: sample, with this seed; None decodes greedily.
@@ -112,18 +118,14 @@ def generate_text(
         UsageError: the model is not converted and no preset is given, or the prompt is empty.
         KvarnError: the model cannot be loaded or its cache cannot be packed.
     """
-    settings = KVarNSettings.from_name(preset) if preset else None
+    named = KVarNSettings.from_name(preset) if preset else None
     torch_device = parse_device(device)
     torch_dtype = parse_dtype(dtype, torch_device)
     source = resolve_source(
         model_name, revision=revision, token=token, cache_dir=cache_dir, weights=False
     )
     config = load_config(source.folder, trust_remote_code=trust_remote_code)
-    if settings is None and described_cache(config) is None:
-        raise UsageError(
-            f"{source.name} is not converted, so its cache has no settings",
-            hint=f"convert it, or pass --preset {DEFAULT_PRESET}",
-        )
+    settings = _settings(config, source.name, named, encoder)
     tokenizer = load_tokenizer(source.folder, trust_remote_code=trust_remote_code)
     tokens = _prompt_tokens(tokenizer, prompt, chat_template).to(torch_device)
     fetch_weights(source, token=token, cache_dir=cache_dir)
@@ -156,9 +158,28 @@ def generate_text(
         new_tokens=len(new_tokens),
         elapsed_seconds=elapsed_seconds,
         cache_dtype=cache.settings.cache_dtype,
+        encoder=cache.settings.encoder,
+        saturated_scales=cache.saturated_scales(),
         cache_bytes=memory.held_bytes,
         sixteen_bit_cache_bytes=memory.sixteen_bit_bytes,
     )
+
+
+def _settings(
+    config: PreTrainedConfig, name: str, named: KVarNSettings | None, encoder: Encoder | None
+) -> KVarNSettings:
+    """Named settings, else those of the conversion; likewise the encoder."""
+    block = described_cache(config)
+    described = None if block is None else block.cache.settings
+    settings = named or described
+    if settings is None:
+        raise UsageError(
+            f"{name} is not converted, so its cache has no settings",
+            hint=f"convert it, or pass --preset {DEFAULT_PRESET}",
+        )
+    if encoder is None and described is not None:
+        encoder = described.encoder
+    return settings if encoder is None else settings.with_(encoder=encoder)
 
 
 def _generation_config(

@@ -5,14 +5,14 @@ each rotation matrix, in compressed-tensors' words where it has one (`location`,
 `inverse`, `head_dim`). Its JSON Schema is `docs/kvarn_config.schema.json`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import PurePosixPath
 from typing import Annotated, Any, Final, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from kvarn_cli.errors import CheckpointError, SettingsError
-from kvarn_cli.settings import Encoder, KVarNSettings
+from kvarn_cli.settings import Encoder, KVarNSettings, Layout
 
 FORMAT_VERSION: Final = 1
 CONFIG_KEY = "kvarn_config"
@@ -53,7 +53,7 @@ class CacheFormat(_Block):
     log_scale_max: float
     std_min: float
     std_max: float
-    layout: Literal["vllm-fp16"]
+    layout: Layout = Field(description="of the record, see docs/cache-format.md")
     head_dim: int
     record_bytes: int = Field(description="bytes of one tile of one KV head, K and V together")
     sink_tokens: int = Field(description="first tokens of a sequence that stay exact")
@@ -221,6 +221,9 @@ class EngineErrors(_Block):
     loss_quantized: float
     attention_mae: float = Field(description="mean absolute error of the attention output")
     attention_mae_by_layer: dict[_LayerKey, float]
+    saturated_scales: dict[_LayerKey, int] = Field(
+        default={}, description="by layer, stored scales clamped at the largest number they can be"
+    )
 
 
 class Thresholds(_Block):
@@ -230,7 +233,7 @@ class Thresholds(_Block):
     min_top1: float = Field(ge=0, le=1, description="top-1 agreement")
     max_loss_increase: float = Field(ge=0, description="next-token loss, nats")
 
-    def misses(self, engines: Sequence[EngineErrors]) -> list[str]:
+    def misses(self, engines: Iterable[EngineErrors]) -> list[str]:
         """What each engine measured beyond these limits, one sentence each."""
         found = []
         for errors in engines:
@@ -258,7 +261,10 @@ class Calibration(_Block):
     compute_dtype: str
     engines: list[EngineErrors]
     thresholds: Thresholds
-    misses: list[str] = Field(description="thresholds that were missed; written only with --force")
+    misses: list[str] = Field(
+        description="thresholds that were missed with the encoder asked for; written only with "
+        "--force"
+    )
 
 
 class KVarNConfig(_Block):

@@ -75,6 +75,15 @@ def test_a_preset_goes_before_that_of_the_conversion(converted):
         generate(converted, preset="k4")
 
 
+def test_tiles_are_packed_as_the_conversion_says_or_as_asked(llama, tmp_path):
+    refined = convert(llama, tmp_path / "refined", preset="k2v2_g32", encoder="refined").output
+    assert generate(llama, preset="k2v2_g32").encoder == "reference"
+    assert generate(llama, preset="k2v2_g32", encoder="refined").encoder == "refined"
+    assert generate(refined).encoder == "refined"
+    assert generate(refined, preset="k4v4_g32").encoder == "refined"
+    assert generate(refined, encoder="reference").encoder == "reference"
+
+
 def test_the_chat_template_is_used_unless_left_out(converted):
     templated = generate(converted, "a", max_new_tokens=1)
     assert generate(converted, "a", max_new_tokens=1, chat_template=False).prompt_tokens == 1

@@ -48,6 +48,14 @@ def test_a_block_from_before_encoders_had_names_means_the_reference():
     assert KVarNConfig.from_config_dict({"kvarn_config": newer}).cache.settings == refined
 
 
+def test_the_layout_decides_the_bytes_of_a_record():
+    small = CacheFormat.from_settings(SETTINGS.with_(layout="paper-fp8"), 128)
+    large = CacheFormat.from_settings(SETTINGS, 128)
+    assert (small.record_bytes, large.record_bytes) == (9_216, 9_728)
+    with pytest.raises(ValidationError, match="record_bytes should be"):
+        CacheFormat.model_validate(small.model_dump() | {"layout": "vllm-fp16"})
+
+
 def test_a_config_without_the_block_reads_as_none():
     assert KVarNConfig.from_config_dict({"model_type": "llama"}) is None
 

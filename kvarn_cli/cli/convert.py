@@ -35,13 +35,6 @@ class RotationPlace(StrEnum):
     online = "online"
 
 
-class EncoderName(StrEnum):
-    """How codes and scales are chosen."""
-
-    reference = "reference"
-    refined = "refined"
-
-
 def convert(
     model: options.Model,
     output: Annotated[
@@ -55,9 +48,9 @@ def convert(
         int, typer.Option(metavar="N", help="Passes of the variance normalization.")
     ] = KVarNSettings.iterations,
     encoder: Annotated[
-        EncoderName,
+        options.EncoderName,
         typer.Option(help="How tiles are packed: as public backends do, or with less error."),
-    ] = EncoderName.reference,
+    ] = options.EncoderName.reference,
     rotation: Annotated[
         RotationPlace,
         typer.Option(

@@ -26,6 +26,13 @@ def generate(
             metavar="NAME", help="Cache settings, e.g. k2v2_g128; else those of the conversion."
         ),
     ] = None,
+    encoder: Annotated[
+        options.EncoderName | None,
+        typer.Option(
+            help="How tiles are packed; else as the conversion says, or reference.",
+            show_default=False,
+        ),
+    ] = None,
     max_new_tokens: Annotated[
         int,
         typer.Option("--max-new-tokens", "-n", metavar="N", min=1, help="Stop here at the latest."),
@@ -53,11 +60,13 @@ def generate(
         console.reading(model)
 
         from kvarn_cli.generation import generate_text
+        from kvarn_cli.quantization.saturation import saturation_sentence
 
         generation = generate_text(
             model,
             prompt,
             preset=preset,
+            encoder=encoder.value if encoder else None,
             max_new_tokens=max_new_tokens,
             chat_template=not ignore_chat_template,
             seed=seed,
@@ -73,8 +82,11 @@ def generate(
         share = generation.cache_bytes / generation.sixteen_bit_cache_bytes
         console.note(
             f"{generation.new_tokens} tokens after {generation.prompt_tokens} of prompt, "
-            f"{generation.tokens_per_second:.1f} tokens/s; cache {generation.cache_dtype}: "
+            f"{generation.tokens_per_second:.1f} tokens/s; cache {generation.cache_dtype}, "
+            f"{generation.encoder} encoder: "
             f"{generation.cache_bytes:,} bytes, {share:.0%} of a 16-bit cache "
             f"({generation.sixteen_bit_cache_bytes:,})"
         )
+        if generation.saturated_scales:
+            console.note(f"warning: {saturation_sentence(generation.saturated_scales)}")
         console.document(asdict(generation) | {"tokens_per_second": generation.tokens_per_second})

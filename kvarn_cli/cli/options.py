@@ -1,5 +1,6 @@
 """Options that several commands share, with the names people know."""
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -65,6 +66,14 @@ DatasetField = Annotated[
 NumSamples = Annotated[int, typer.Option(metavar="N", min=1, help="Windows of calibration text.")]
 SequenceLength = Annotated[int, typer.Option(metavar="N", min=2, help="Tokens in a window.")]
 Seed = Annotated[int, typer.Option(metavar="N", help="Chooses the windows.")]
+
+
+class EncoderName(StrEnum):
+    """How codes and scales are chosen."""
+
+    reference = "reference"
+    refined = "refined"
+
 
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, nothing else.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no notes.")]

@@ -179,12 +179,19 @@ def plan_conversion(
         note: told what is going on, a sentence at a time.
 
     Raises:
-        UsageError: the output or the calibration text cannot be used.
+        UsageError: the output or the calibration text cannot be used, or no engine stores records
+            in the layout of `settings`.
         UnsupportedModelError: the model cannot be converted like this.
         CheckpointError: a file is broken.
         HubError: the download failed.
     """
     output_dtype = _output_dtype(dtype)
+    if settings.layout != KVarNSettings.layout:
+        raise UsageError(
+            f"no public engine stores records in the layout {settings.layout}",
+            hint=f"convert with {KVarNSettings.layout}; KVarNCache and inspect-errors take "
+            f"{settings.layout} without a conversion",
+        )
     if validation is not None:
         validation.text.check_length(settings)
     source = resolve_source(

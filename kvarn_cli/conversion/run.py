@@ -20,6 +20,8 @@ from kvarn_cli.model.loading import check_token_ids, load_model
 from kvarn_cli.model.weight_check import check_weights
 from kvarn_cli.progress import Report, silent
 from kvarn_cli.quantization.hadamard import fused_rotation
+from kvarn_cli.quantization.saturation import saturation_sentence
+from kvarn_cli.settings import Encoder
 from kvarn_cli.verification.folder import read_metadata
 
 _SHOWN = "checks and validation"
@@ -115,7 +117,25 @@ def _check(
             "--max-loss-increase), or pass --force to write it and record the miss",
             details={"calibration": calibration.model_dump(mode="json")},
         )
+    if calibration is not None:
+        warnings += _warnings(calibration, plan.settings.encoder)
     return describe(plan, proof, calibration), warnings
+
+
+def _warnings(calibration: Calibration, encoder: Encoder) -> tuple[str, ...]:
+    """What is worth knowing of a validation that passed."""
+    others = [errors for errors in calibration.engines if errors.encoder != encoder]
+    return (
+        *(
+            f"public engines pack with the reference encoder, which would miss: {miss}"
+            for miss in calibration.thresholds.misses(others)
+        ),
+        *(
+            f"{errors.engine}: {saturation_sentence(errors.saturated_scales)}"
+            for errors in calibration.engines
+            if errors.saturated_scales
+        ),
+    )
 
 
 def _check_fusion(
@@ -170,5 +190,7 @@ def _validate(
         compute_dtype=str(model.dtype).removeprefix("torch."),
         engines=engines,
         thresholds=validation.thresholds,
-        misses=validation.thresholds.misses(engines),
+        misses=validation.thresholds.misses(
+            errors for errors in engines if errors.encoder == plan.settings.encoder
+        ),
     )

@@ -182,6 +182,11 @@ class MethodResult(_Part):
     logits: Logits
     attention: Attention
     tokens: Tokens | None = Field(description="null where nothing was packed")
+    saturated_scales: dict[int, int] = Field(
+        default={},
+        description="by layer, stored scales clamped at the largest number they can be, of all "
+        "windows",
+    )
     memory: tuple[CacheMemory, ...]
     oracle: tuple[OracleKL, ...] | None = None
     greedy: Greedy | None = None

@@ -1,6 +1,7 @@
 """Errors of one method over all windows: running sums, capped samples, and what they amount to."""
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -97,6 +98,7 @@ class MethodSums:
         self._drift: list[Tensor] = []
         self._accumulated, self._static = AttentionSums(), AttentionSums()
         self._keys, self._values = VectorSums(), VectorSums()
+        self._saturated_scales: Counter[int] = Counter()
         self._elapsed_seconds: list[float] = []
         self._has_static = False
 
@@ -144,6 +146,7 @@ class MethodSums:
         by_token = torch.stack(list(window.key_drift.values())).cpu().double()
         drift = by_token[:, window.first_affected :]
         self._drift.append(drift.mean(1) if drift.shape[1] else drift.sum(1))
+        self._saturated_scales.update(window.saturated_scales)
         self._elapsed_seconds.append(window.elapsed_seconds)
 
     def summary(self) -> MethodResult:
@@ -164,6 +167,7 @@ class MethodSums:
             logits=self._logit_summary(),
             attention=self._attention_summary(),
             tokens=self._token_summary(),
+            saturated_scales=dict(sorted(self._saturated_scales.items())),
             memory=tuple(_memory(last, length) for length in self._memory_lengths),
             elapsed_seconds=median(self._elapsed_seconds),
         )

@@ -72,6 +72,7 @@ class WindowErrors:
         values: the same of V.
         key_drift: covered layer → ‖ΔK‖² / ‖K‖² of K before it is quantized against the exact run,
             mean over heads, float32 [tokens].
+        saturated_scales: layer → stored scales that had to be clamped, where there are any.
         num_kv_heads: KV heads of a covered layer.
         head_dim: width of one head.
         elapsed_seconds: time of the quantized pass.
@@ -85,6 +86,7 @@ class WindowErrors:
     keys: dict[int, VectorErrors]
     values: dict[int, VectorErrors]
     key_drift: dict[int, Tensor]
+    saturated_scales: dict[int, int]
     num_kv_heads: int
     head_dim: int
     elapsed_seconds: float
@@ -217,6 +219,7 @@ def pseudo_decode(
         keys=quantized.key_errors,
         values=quantized.value_errors,
         key_drift=key_drift,
+        saturated_scales=quantized.saturated_scales,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         elapsed_seconds=elapsed_seconds,

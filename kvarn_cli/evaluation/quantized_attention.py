@@ -22,6 +22,7 @@ from kvarn_cli.evaluation.rope import Rope
 from kvarn_cli.evaluation.vector_errors import VectorErrors, vector_errors
 from kvarn_cli.quantization.hadamard import rotate
 from kvarn_cli.quantization.methods import Exact, Method
+from kvarn_cli.quantization.saturation import watch_saturation
 from kvarn_cli.settings import KVarNSettings
 
 
@@ -93,6 +94,7 @@ class QuantizedAttention:
     Attributes:
         key_errors: layer → errors of K over the packed tokens that a later step sees.
         value_errors: the same of V.
+        saturated_scales: layer → stored scales that had to be clamped, where there are any.
     """
 
     def __init__(
@@ -115,6 +117,7 @@ class QuantizedAttention:
         self.value_rotation = fused_rotation if method.plain_basis else None
         self.key_errors: dict[int, VectorErrors] = {}
         self.value_errors: dict[int, VectorErrors] = {}
+        self.saturated_scales: dict[int, int] = {}
 
     def __call__(self, call: AttentionCall) -> Tensor:
         """Attention output of one layer, [batch, tokens, heads, head_dim]."""
@@ -177,7 +180,11 @@ class QuantizedAttention:
                 torch.cat((states, states[:, :, -1:].expand(-1, -1, missing, -1)), dim=2)
                 for states in (keys, values)
             )
-        keys, values = (states[:, :, :num_tokens] for states in method.reconstruct(keys, values))
+        with watch_saturation() as saturated:
+            keys, values = method.reconstruct(keys, values)
+        if saturated.count:
+            self.saturated_scales[layer] = saturated.count
+        keys, values = keys[:, :, :num_tokens], values[:, :, :num_tokens]
         if rope is not None:
             keys = rope.redo(keys)
         if self.value_rotation is not None:

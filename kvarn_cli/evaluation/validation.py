@@ -103,4 +103,5 @@ def _engine_errors(engine: Engine, encoder: Encoder, errors: MethodResult) -> En
         loss_quantized=logits.loss,
         attention_mae=attention.mae,
         attention_mae_by_layer=dict(zip(attention.layers, attention.by_layer, strict=True)),
+        saturated_scales=errors.saturated_scales,
     )

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from kvarn_cli.evaluation.error_report import AttentionErrors, ErrorReport, MethodResult
+from kvarn_cli.quantization.saturation import saturation_sentence
 
 _MOST_LAYERS = 4
 _LARGEST_LAYERS = 3
@@ -30,6 +31,8 @@ def verdict(report: ErrorReport) -> list[str]:
             )
         else:
             sentences.append(f"{result.method} keeps {kept}.")
+        if result.saturated_scales:
+            sentences.append(f"{result.method}: {saturation_sentence(result.saturated_scales)}.")
     return [*sentences, *_static_view(report.results), *_oracle(report.results)]
 
 

@@ -10,8 +10,8 @@ the reference encoder (`tile_record.quantize_tiles`) in two places:
    token's stored scale is multiplied by ‖x‖²/⟨x, x̂⟩, so that ⟨x, x̂⟩ = ‖x‖².
 
 Every error is that of the decoder's own arithmetic: scales are rounded as the layout stores them
-before codes are chosen with them, and the factor is taken from the decoded vectors. `docs/encoder.md` has the
-method in full, with measurements.
+before codes are chosen with them, and the factor is taken from the decoded vectors.
+`docs/encoder.md` has the method in full, with measurements.
 """
 
 from collections.abc import Sequence

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from kvarn_cli.quantization.hadamard import hadamard_matrix, rotate
 from kvarn_cli.quantization.refined_encoder import refine_tiles
+from kvarn_cli.quantization.saturation import note_saturation
 from kvarn_cli.quantization.tile_record import (
     QuantizedTiles,
     pack_records,
@@ -66,14 +67,17 @@ class TileCodec:
         value_tiles = values.float().unflatten(-2, tiled)
         settings = self.settings
         if settings.encoder == "refined":
-            return (
+            quantized = (
                 refine_tiles(key_tiles, settings.key_bits, settings, tokens="columns"),
                 refine_tiles(value_tiles, settings.value_bits, settings, tokens="rows"),
             )
-        return (
-            quantize_tiles(key_tiles, settings.key_bits, settings),
-            quantize_tiles(value_tiles, settings.value_bits, settings),
-        )
+        else:
+            quantized = (
+                quantize_tiles(key_tiles, settings.key_bits, settings),
+                quantize_tiles(value_tiles, settings.value_bits, settings),
+            )
+        note_saturation(*quantized)
+        return quantized
 
     @torch.no_grad()
     def _dequantize(self, keys: QuantizedTiles, values: QuantizedTiles) -> tuple[Tensor, Tensor]:

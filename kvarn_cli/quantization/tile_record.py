@@ -32,7 +32,7 @@ from kvarn_cli.settings import KVarNSettings
 SCALE_DTYPES = {"vllm-fp16": torch.float16, "paper-fp8": torch.float8_e4m3fn}
 """What scales are stored in, by layout; zero points are float16."""
 
-_SMALLEST_SIZE = 1e-6
+_SMALLEST_ROW = 1e-6
 
 
 @dataclass(frozen=True)
@@ -85,8 +85,8 @@ def tile_scales(tiles: Tensor, settings: KVarNSettings) -> TileScales:
     """The scales of the variance normalization, within reach of what the layout stores.
 
     A record decodes to the same when its row scales are multiplied and its column scales divided
-    by one number. For FP8, whose range is short, this is a power of two of each tile that makes
-    both about the square root of the tile's size.
+    by one number. For FP8, whose range is short, this is a power of two of each tile that brings
+    the largest column scale and the largest balanced row together.
 
     Args:
         tiles: [N, rows, columns], float32.
@@ -95,9 +95,11 @@ def tile_scales(tiles: Tensor, settings: KVarNSettings) -> TileScales:
     scales = variance_normalize(tiles, settings)
     if settings.layout == "vllm-fp16":
         return scales
-    size = tiles.square().mean(dim=(1, 2), keepdim=True).sqrt().clamp_min(_SMALLEST_SIZE)
-    column = scales.column.log2().mean(dim=(1, 2), keepdim=True)
-    shift = (column - size.log2() / 2).round().exp2()
+    row, column = (
+        numbers.abs().amax(dim=(1, 2), keepdim=True)
+        for numbers in (tiles / scales.column, scales.column)
+    )
+    shift = ((column / row.clamp_min(_SMALLEST_ROW)).log2() / 2).round().exp2()
     return TileScales(scales.row * shift, scales.column / shift)
 
 

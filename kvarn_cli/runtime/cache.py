@@ -15,6 +15,7 @@ from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from kvarn_cli.errors import UnsupportedModelError, UsageError
+from kvarn_cli.quantization.saturation import watch_saturation
 from kvarn_cli.quantization.tile_codec import TileCodec
 from kvarn_cli.runtime.coverage import attention_head_dim, covered_layers
 from kvarn_cli.runtime.description import described_cache
@@ -41,6 +42,8 @@ class KVarNLayer(DynamicLayer):  # type: ignore[no-untyped-call, unused-ignore]
     [batch, kv_heads, tokens, head_dim]; `records` holds the packed tiles between them, uint8
     [batch, kv_heads, tiles, record_bytes].
 
+    `saturated_scales` counts stored scales that had to be clamped.
+
     After `activate_past_recording` packing waits for the `crop` that ends each step, so that
     rejected draft tokens never enter a tile.
     """
@@ -53,6 +56,7 @@ class KVarNLayer(DynamicLayer):  # type: ignore[no-untyped-call, unused-ignore]
         super().__init__()  # type: ignore[no-untyped-call]
         self.codec = codec
         self.record_past = False
+        self.saturated_scales = 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Start empty, with the shapes, dtype and device of the first states.
@@ -135,6 +139,7 @@ class KVarNLayer(DynamicLayer):  # type: ignore[no-untyped-call, unused-ignore]
         """Forget all tokens and free their memory."""
         super().reset()
         self.records = torch.empty(0, dtype=torch.uint8)
+        self.saturated_scales = 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Follow the chosen beams, [batch]."""
@@ -165,7 +170,9 @@ class KVarNLayer(DynamicLayer):  # type: ignore[no-untyped-call, unused-ignore]
         if not new_tokens:
             return
         sink, end = settings.sink_tokens, settings.sink_tokens + new_tokens
-        records = self.codec.encode(self.keys[..., sink:end, :], self.values[..., sink:end, :])
+        with watch_saturation() as saturated:
+            records = self.codec.encode(self.keys[..., sink:end, :], self.values[..., sink:end, :])
+        self.saturated_scales += saturated.count
         self.records = torch.cat((self.records, records), dim=-2)
         self.keys = torch.cat((self.keys[..., :sink, :], self.keys[..., end:, :]), dim=-2)
         self.values = torch.cat((self.values[..., :sink, :], self.values[..., end:, :]), dim=-2)
@@ -241,6 +248,14 @@ class KVarNCache(Cache):
                 hint='give settings, e.g. KVarNSettings.from_name("k4v2_g128")',
             )
         return cls(model.config, settings)
+
+    def saturated_scales(self) -> dict[int, int]:
+        """Stored scales that had to be clamped, by layer, where there are any."""
+        return {
+            index: layer.saturated_scales
+            for index, layer in enumerate(self.layers)
+            if isinstance(layer, KVarNLayer) and layer.saturated_scales
+        }
 
     def memory_bytes(self) -> CacheMemory:
         """Bytes held now, and what a 16-bit cache of the same tokens would hold."""

@@ -159,6 +159,14 @@ def test_an_output_in_the_model_is_refused(llama):
             plan(llama, output=output, overwrite=True)
 
 
+def test_a_layout_that_no_engine_stores_is_refused(llama):
+    with pytest.raises(
+        UsageError, match="no public engine stores records in .* paper-fp8"
+    ) as raised:
+        plan(llama, settings=KVarNSettings(layout="paper-fp8"))
+    assert "KVarNCache" in raised.value.hint
+
+
 def test_the_calibration_text_is_checked_with_the_plan(llama, short_validation):
     validation = short_validation()
     windows = plan(llama, settings=KVarNSettings(group_size=32), validation=validation).windows

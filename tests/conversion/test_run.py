@@ -158,6 +158,44 @@ def test_force_writes_and_records_the_miss(llama, tmp_path, short_validation):
     assert (tmp_path / "out" / "config.json").exists()
 
 
+def test_only_engines_with_the_encoder_asked_for_are_held_to_the_thresholds(
+    llama, tmp_path, short_validation
+):
+    def refined(name, max_kl):
+        options = {"preset": "k2v2_g32", "encoder": "refined"}
+        validation = short_validation(max_kl=max_kl)
+        return convert(llama, tmp_path / name, validation=validation, **options).conversion
+
+    own, public = refined("loose", 1.0).metadata.calibration.engines
+    assert (own.encoder, public.encoder) == ("refined", "reference")
+    assert own.kl_mean < public.kl_mean
+    between = refined("between", (own.kl_mean + public.kl_mean) / 2)
+    assert between.metadata.calibration.misses == []
+    (warning,) = between.warnings
+    assert warning.startswith("public engines pack with the reference encoder, which would miss: ")
+    assert f"rotates_again: KL {public.kl_mean:.4f} > " in warning
+    with pytest.raises(ThresholdError, match="honours_marker with the refined encoder") as raised:
+        refined("strict", own.kl_mean / 2)
+    assert "rotates_again" not in str(raised.value)
+
+
+def test_scales_that_do_not_fit_into_the_record_are_told(llama, tmp_path, short_validation):
+    layer = "model.layers.1.self_attn"
+
+    def enlarge_v(tensors):
+        tensors[f"{layer}.v_proj.weight"] *= 1e12
+        tensors[f"{layer}.o_proj.weight"] *= 1e-12
+
+    edit_tensors(llama, enlarge_v)
+    converted = convert(
+        llama, tmp_path / "out", validation=short_validation(max_kl=100.0), force=True
+    )
+    for errors in converted.conversion.metadata.calibration.engines:
+        assert errors.saturated_scales.keys() == {1}
+        warning = f"{errors.engine}: scales larger than the record holds were clamped"
+        assert any(each.startswith(warning) for each in converted.conversion.warnings)
+
+
 def edit_tensors(folder, edit):
     tensors = load_file(folder / "model.safetensors")
     edit(tensors)

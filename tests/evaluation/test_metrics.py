@@ -48,6 +48,7 @@ def _window(
         keys={0: errors, 2: errors},
         values={0: _vector_errors(direction, magnitude)},
         key_drift={0: 0.5 * affected, 2: 1.5 * affected},
+        saturated_scales={2: 3},
         num_kv_heads=2,
         head_dim=32,
         elapsed_seconds=0.25,
@@ -136,6 +137,10 @@ def test_drift_is_over_layers_and_affected_tokens(windows: list[WindowErrors]) -
     tokens = summarize(windows).tokens
     assert tokens is not None
     assert (tokens.key_drift.mean, tokens.key_drift.by_layer) == (1.0, (0.5, 1.5))
+
+
+def test_clamped_scales_are_summed_over_windows(windows: list[WindowErrors]) -> None:
+    assert summarize(windows).saturated_scales == {2: 3 * len(windows)}
 
 
 def test_memory_counts_covered_layers_heads_and_both_of_k_and_v(

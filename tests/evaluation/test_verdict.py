@@ -118,6 +118,11 @@ def test_what_an_oracle_saves_is_stated() -> None:
     )
 
 
+def test_clamped_scales_are_told_with_their_layers() -> None:
+    result = _result("a").model_copy(update={"saturated_scales": {1: 7}})
+    assert verdict(_report(result))[-1].endswith("were clamped: 7 of layer 1.")
+
+
 def test_the_thresholds_are_stated() -> None:
     assert "at least 90%" in thresholds(tiny_report())
     assert "at most 0.05" in thresholds(tiny_report())

@@ -3,8 +3,13 @@ import torch
 from loop_reference import decode, pack, quantize, record
 
 from kvarn_cli.quantization.rounding import pack_codes, round_to_nearest, unpack_codes
-from kvarn_cli.quantization.tile_record import pack_records, quantize_tiles, unpack_records
-from kvarn_cli.settings import GROUP_SIZES, HEAD_DIMS, KVarNSettings
+from kvarn_cli.quantization.tile_record import (
+    SCALE_DTYPES,
+    pack_records,
+    quantize_tiles,
+    unpack_records,
+)
+from kvarn_cli.settings import GROUP_SIZES, HEAD_DIMS, LAYOUTS, KVarNSettings
 
 
 def tiles(head_dim, group_size, seed=0):
@@ -61,19 +66,49 @@ def test_record_equals_the_loop_reference(key_bits, value_bits, head_dim, group_
     )
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("group_size", GROUP_SIZES)
-def test_records_round_trip_at_every_width(head_dim, group_size):
-    settings = KVarNSettings(group_size=group_size, iterations=2)
+def test_records_round_trip_at_every_width(head_dim, group_size, layout):
+    settings = KVarNSettings(group_size=group_size, iterations=2, layout=layout)
     keys, values = (part.expand(2, 3, -1, -1) for part in tiles(head_dim, group_size))
     quantized = quantize_tiles(keys, 4, settings), quantize_tiles(values, 2, settings)
     records = pack_records(*quantized, settings)
     assert records.shape == (2, 3, settings.record_bytes(head_dim))
     for before, after in zip(quantized, unpack_records(records, head_dim, settings), strict=True):
         assert torch.equal(before.rows.codes, after.rows.codes)
-        assert torch.equal(before.rows.scale, after.rows.scale)
+        assert after.rows.scale.dtype == after.column_scale.dtype == SCALE_DTYPES[layout]
+        assert torch.equal(before.rows.scale.float(), after.rows.scale.float())
         assert torch.equal(before.rows.zero_point, after.rows.zero_point)
-        assert torch.equal(before.column_scale, after.column_scale)
+        assert torch.equal(before.column_scale.float(), after.column_scale.float())
+
+
+def test_an_fp8_record_holds_its_parts_in_order():
+    settings = KVarNSettings.from_name("k2v2_g32").with_(layout="paper-fp8")
+    keys, values = (quantize_tiles(part, 2, settings) for part in tiles(64, 32))
+    record = pack_records(keys, values, settings).numpy().tobytes()
+    codes, channels, tokens = 64 * 32 // 4, 64, 32
+    parts = [
+        pack_codes(keys.rows.codes, 2),
+        *(keys.rows.scale, keys.rows.zero_point, keys.column_scale),
+        pack_codes(values.rows.codes, 2),
+        *(values.column_scale, values.rows.scale, values.rows.zero_point),
+    ]
+    sizes = [codes, channels, 2 * channels, tokens, codes, channels, tokens, 2 * tokens]
+    assert len(record) == sum(sizes) == settings.record_bytes(64)
+    for part, size in zip(parts, sizes, strict=True):
+        assert record[:size] == part.flatten().view(torch.uint8).numpy().tobytes()
+        record = record[size:]
+
+
+@pytest.mark.parametrize("size", [1e-3, 0.03, 1.0, 100.0, 3e3])
+def test_fp8_scales_cost_little_at_any_size_of_the_tile(size):
+    tile = tiles(64, 128)[0] * size
+    errors = [
+        (quantize_tiles(tile, 2, KVarNSettings(layout=layout)).dequantize() - tile).norm()
+        for layout in ("vllm-fp16", "paper-fp8")
+    ]
+    assert errors[1] < 1.06 * errors[0]
 
 
 @pytest.mark.parametrize(
@@ -92,3 +127,9 @@ def test_record_sizes_are_the_published_ones(head_dim, preset, size_bytes, bits)
     settings = KVarNSettings.from_name(preset)
     assert settings.record_bytes(head_dim) == size_bytes
     assert settings.bits_per_element(head_dim) == pytest.approx(bits)
+
+
+def test_the_papers_layout_takes_two_and_a_quarter_bits():
+    settings = KVarNSettings.from_name("k2v2_g128").with_(layout="paper-fp8")
+    assert settings.record_bytes(128) == 9_216
+    assert settings.bits_per_element(128) == 2.25

@@ -69,6 +69,30 @@ def test_the_refined_encoder_packs_in_the_cache_as_in_one_pass(llama: PreTrained
     assert (one_pass - exact).norm() < 0.95 * (reference - exact).norm()
 
 
+def test_the_papers_layout_takes_fewer_bytes_and_steps_give_the_one_pass(
+    llama: PreTrainedModel,
+) -> None:
+    settings = SETTINGS[1].with_(layout="paper-fp8")
+    tokens = random_tokens(200)
+    cache, larger = (KVarNCache(llama.config, each) for each in (settings, SETTINGS[1]))
+    stepped = cached_logits(llama, tokens, cache, tile_lengths(200, settings))
+    cached_logits(llama, tokens, larger, tile_lengths(200, settings))
+    one_pass = one_pass_logits(llama, tokens, method_of(settings))
+    assert largest_difference(stepped, one_pass) <= 1e-4
+    assert cache.memory_bytes().held_bytes < larger.memory_bytes().held_bytes
+    assert cache.saturated_scales() == {}
+
+
+def test_scales_that_do_not_fit_are_counted_by_layer(llama: PreTrainedModel) -> None:
+    cache = KVarNCache(llama.config, SETTINGS[1])
+    states = torch.randn(1, 2, 32, 32, generator=torch.Generator().manual_seed(0))
+    cache.update(states, states, 0)
+    cache.update(states, 1e15 * states, 1)
+    assert cache.saturated_scales().keys() == {1}
+    cache.reset()
+    assert cache.saturated_scales() == {}
+
+
 @pytest.mark.parametrize("step_tokens", [50, 64, 200])
 def test_prompt_chunks_attend_exactly_to_their_own_tokens(
     llama: PreTrainedModel, settings: KVarNSettings, step_tokens: int

@@ -6,7 +6,7 @@ from pathlib import Path
 from kvarn_cli.conversion.plan import RotationPlace, Validation, plan_conversion
 from kvarn_cli.conversion.run import Conversion, run_conversion
 from kvarn_cli.progress import Report, silent
-from kvarn_cli.settings import KVarNSettings
+from kvarn_cli.settings import Encoder, KVarNSettings
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,7 @@ def convert(
     output: Path,
     *,
     preset: str = "k4v4_g32",
+    encoder: Encoder = "reference",
     rotation: RotationPlace = "fused",
     dtype: str | None = None,
     validation: Validation | None = None,
@@ -33,7 +34,7 @@ def convert(
     """Plan and run a conversion, without validation unless asked for."""
     plan = plan_conversion(
         str(source),
-        settings=KVarNSettings.from_name(preset),
+        settings=KVarNSettings.from_name(preset).with_(encoder=encoder),
         rotation=rotation,
         dtype=dtype,
         output=output,

@@ -107,14 +107,36 @@ def rounded_to_half(number):
     return struct.unpack("<e", struct.pack("<e", number))[0]
 
 
+def rounded_to_e4m3(number):
+    if number == 0:
+        return 0.0
+    size = min(abs(number), 448.0)
+    step = 2.0 ** (max(math.floor(math.log2(size)), -6) - 3)
+    return math.copysign(round(size / step) * step, number)
+
+
+SCALE_ROUNDING = {"vllm-fp16": rounded_to_half, "paper-fp8": rounded_to_e4m3}
+
+
+def layout_scales(tile, iterations, layout):
+    """Row and column scales; for FP8 brought together by a power of two."""
+    row_scale, column_scale, _ = normalize(tile, iterations)
+    shift = 1.0
+    if layout == "paper-fp8":
+        largest = max(abs(x / s) for row in tile for x, s in zip(row, column_scale, strict=True))
+        shift = 2.0 ** round(math.log2(max(column_scale) / max(largest, 1e-6)) / 2)
+    return [s * shift for s in row_scale], [s / shift for s in column_scale]
+
+
 def nearest_code(number, scale, zero, bits):
     return min(max(round((number - zero) / scale), 0), 2**bits - 1) if scale > 0 else 0
 
 
-def refine(tile, bits, iterations, shares, tokens):
+def refine(tile, bits, iterations, shares, tokens, layout="vllm-fp16"):
     """What the refined encoder gives for a tile whose tokens are its "rows" or "columns"."""
-    row_scale, column_scale, _ = normalize(tile, iterations)
-    columns = [rounded_to_half(s) for s in column_scale]
+    rounded = SCALE_ROUNDING[layout]
+    row_scale, column_scale = layout_scales(tile, iterations, layout)
+    columns = [rounded(s) for s in column_scale]
     codes, scales, zeros = [], [], []
     for row, s_row in zip(tile, row_scale, strict=True):
         normalized = [x / (s_row * s_col) for x, s_col in zip(row, column_scale, strict=True)]
@@ -123,7 +145,7 @@ def refine(tile, bits, iterations, shares, tokens):
         least, allowed = math.inf, math.inf
         best = ([0] * len(row), 0.0, rounded_to_half((low + width / 2) * s_row))
         for share in shares:
-            scale = rounded_to_half(share * width / (2**bits - 1) * s_row)
+            scale = rounded(share * width / (2**bits - 1) * s_row)
             zero = rounded_to_half((low + (1 - share) * width / 2) * s_row)
             row_codes = [nearest_code(x, scale, zero, bits) for x in balanced]
             errors = [q * scale + zero - x for q, x in zip(row_codes, balanced, strict=True)]
@@ -143,8 +165,9 @@ def refine(tile, bits, iterations, shares, tokens):
         vectors = list(zip(tile, decoded, strict=True))
     token_factors = [token_factor(x, y) for x, y in vectors]
     if tokens == "columns":
-        return codes, scales, zeros, corrected(columns, token_factors)
-    return codes, corrected(scales, token_factors), corrected(zeros, token_factors), columns
+        return codes, scales, zeros, corrected(columns, token_factors, rounded)
+    zeros = corrected(zeros, token_factors, rounded_to_half)
+    return codes, corrected(scales, token_factors, rounded), zeros, columns
 
 
 def token_factor(x, decoded):
@@ -153,8 +176,8 @@ def token_factor(x, decoded):
     return power / inner if inner > math.sqrt(power * length) / 2 else 1.0
 
 
-def corrected(scales, factors):
-    return [rounded_to_half(s * factor) for s, factor in zip(scales, factors, strict=True)]
+def corrected(scales, factors, rounded):
+    return [rounded(s * factor) for s, factor in zip(scales, factors, strict=True)]
 
 
 def decode(codes, scales, zeros, column_scale):
