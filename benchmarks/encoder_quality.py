@@ -1,7 +1,11 @@
 """What the refined encoder gains, part by part, on three kinds of text.
 
     python benchmarks/encoder_quality.py MODEL [--preset k2v2_g128] [--per-kind 2]
-        [--sequence-length 768] [--cover-sliding] [--variant refined] [--variant key_shares=1:0.8,…]
+        [--sequence-length 768] [--cover-sliding] [--variant refined] [--variant power=2,refits=3]
+
+A variant is `reference` or `refined` with options (`refined,layout=paper-fp8`), fields of
+`encoder_variants.Variant` (what they leave out is as in the refined encoder), `probe` with fields
+of `encoder_variants.Probe`, or a method such as `kivi:k2v2_g128`.
 
 Accumulated pseudo-decode on windows of prose, code and worked mathematics. For every variant: mean
 KL divergence and attention MAE, both also relative to the reference encoder on the same windows,

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from kvarn_cli.evaluation.attention import AttentionCall, attention_tap
 from kvarn_cli.quantization.hadamard import hadamard_matrix, rotate
 from kvarn_cli.quantization.methods import METHODS, KVarN, Method, parse_method
+from kvarn_cli.quantization.methods.base import EXACT_BITS
 from kvarn_cli.quantization.refined_encoder import (
     RANGE_SHARES,
     Tokens,
@@ -123,18 +124,58 @@ class Variant(KVarN):
         return quantized
 
 
+@dataclass(frozen=True, kw_only=True)
+class Probe(Method):
+    """K or V of packed tokens shrunk, or with noise of the same size, to see what each does.
+
+    Attributes:
+        part: what is changed.
+        kind: `shrink` multiplies by 1 − size; `noise` adds a random vector of length size · ‖x‖.
+        size: relative error of each vector.
+    """
+
+    name: ClassVar[str] = "probe"
+
+    part: Literal["keys", "values"] = "values"
+    kind: Literal["shrink", "noise"] = "shrink"
+    size: float = 0.2
+
+    def reconstruct(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Method.reconstruct`."""
+        if self.part == "keys":
+            return self._changed(keys), values
+        return keys, self._changed(values)
+
+    def bits_per_element(self, head_dim: int, num_kv_heads: int = 1) -> float:
+        """Nothing is quantized."""
+        return EXACT_BITS
+
+    def _changed(self, states: Tensor) -> Tensor:
+        if self.kind == "shrink":
+            return states * (1 - self.size)
+        noise = torch.randn(states.shape, generator=torch.Generator().manual_seed(0))
+        noise *= states.norm(dim=-1, keepdim=True) / noise.norm(dim=-1, keepdim=True)
+        return states + self.size * noise
+
+
 def parse_variant(spec: str, preset: KVarNSettings) -> Method:
-    """`reference` or `refined` with options, a method such as `kivi:k2v2_g128`, or a `Variant`."""
+    """`reference`, `refined` or `probe` with options, a method's own spec, or a `Variant`."""
     head, _, options = spec.partition(",")
     if head in ("reference", "refined"):
         named = f"kvarn:{preset.name},encoder={head}"
         return parse_method(f"{named},{options}" if options else named)
     if head.partition(":")[0] in METHODS:
         return parse_method(spec)
-    kinds = {entry.name: type(entry.default) for entry in fields(Variant)}
-    given = dict(option.split("=") for option in spec.split(","))
+    if head == Probe.name:
+        return Probe(**_values(Probe, options))
     own = {name: getattr(preset, name) for name in ("key_bits", "value_bits", "group_size")}
-    return Variant(**own | {name: kinds[name](text) for name, text in given.items()})
+    return Variant(**own | _values(Variant, spec))
+
+
+def _values(kind: type[Method], options: str) -> dict[str, Any]:
+    kinds = {entry.name: type(entry.default) for entry in fields(kind)}
+    given = dict(option.split("=") for option in options.split(","))
+    return {name: kinds[name](text) for name, text in given.items()}
 
 
 def query_moments(
@@ -144,7 +185,7 @@ def query_moments(
     sums: dict[int, Tensor] = {}
 
     def tap(call: AttentionCall) -> Tensor:
-        if call.layer in covered:
+        if call.layer is not None and call.layer in covered:
             heads, head_dim = call.key.shape[1], call.key.shape[3]
             queries = rotate(call.query[0, :, _SINK_TOKENS:], hadamard_matrix(head_dim))
             grouped = queries.unflatten(0, (heads, -1)).flatten(1, 2)

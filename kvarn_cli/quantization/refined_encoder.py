@@ -101,7 +101,7 @@ def search_ranges(
         zero_point = to_float16((low + (1 - share) * half_range) * scales.row)
         _scale_rows(balanced, scale, zero_point, out=work)
         errors = torch.round(work, out=codes).clamp_(0, levels).sub_(work)
-        squares, cubes = _squares_and_cubes(errors.mul_(scale), work)
+        squares, cubes = _squares_and_cubes(errors, scale, work)
         better = (scale > 0) & (cubes < least_cubes) & (squares <= allowed_squares)
         if share == shares[0]:
             allowed_squares = torch.where(better, squares, allowed_squares)
@@ -148,10 +148,11 @@ def scale_tokens(quantized: QuantizedTiles, factor: Tensor, tokens: Tokens) -> Q
     return QuantizedTiles(RoundedRows(rows.codes, scale, zero_point), column_scale)
 
 
-def _squares_and_cubes(errors: Tensor, work: Tensor) -> tuple[Tensor, Tensor]:
-    """Σ error² and Σ |error|³ of rows; overwrites both arguments."""
+def _squares_and_cubes(errors: Tensor, scale: Tensor, work: Tensor) -> tuple[Tensor, Tensor]:
+    """Σ error² and Σ |error|³ of rows, errors given in steps; overwrites `errors` and `work`."""
     squares = torch.mul(errors, errors, out=work).sum(-1, keepdim=True)
-    return squares, work.mul_(errors.abs_()).sum(-1, keepdim=True)
+    cubes = work.mul_(errors.abs_()).sum(-1, keepdim=True)
+    return squares.mul_(scale.square()), cubes.mul_(scale.pow(3))
 
 
 def _scale_rows(rows: Tensor, scale: Tensor, zero_point: Tensor, *, out: Tensor) -> None:

@@ -1,0 +1,220 @@
+"""When is a token's unbiased factor better than keeping its norm? A prediction, head by head.
+
+    python benchmarks/token_factors.py MODEL [--preset k2v2_g128] [--per-kind 1]
+        [--sequence-length 768] [--cover-sliding] [--unit-keys]
+
+With x̂ at the angle θ to x, the unbiased factor leaves the error x tan θ across x; keeping the norm
+leaves x sin θ across it and x (1 − cos θ) along it. Across errors are noise and add up over tokens
+by squares, errors along x add up as x does. So the unbiased factor should win for a head where
+
+    R = ‖Σ p x‖² / Σ ‖p x‖²  >  ((1 + cos θ) / cos θ)²        V, over the packed tokens
+
+and the same for K, where an error moves the output by p δs (v − o), with the score s in place of x
+and ‖q‖ ‖k‖ / √d in place of the noise. Both sides are measured here on the full-precision run
+(static regime, sink exact), and so is the attention error of every factor on K alone and V alone.
+`--unit-keys` gives all keys of a head the same norm first: what a k norm without RoPE would do.
+"""
+
+import argparse
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import ClassVar, Literal
+
+import torch
+from encoder_quality import windows_by_kind
+from encoder_variants import TokenFactor, Variant
+from torch import Tensor
+
+from kvarn_cli.evaluation.attention import AttentionCall, attention_tap
+from kvarn_cli.evaluation.pseudo_decode import first_affected
+from kvarn_cli.evaluation.quantized_attention import QuantizedAttention, decode_steps
+from kvarn_cli.model.loading import load_model, load_tokenizer
+from kvarn_cli.quantization.hadamard import hadamard_matrix, rotate
+from kvarn_cli.runtime.coverage import covered_layers
+from kvarn_cli.settings import KVarNSettings
+
+_EVERY = 4
+FACTORS: tuple[TokenFactor, ...] = ("unbiased", "norm", "least-squares", "none")
+PARTS = ("keys", "values")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnePart(Variant):
+    """K or V quantized, the other exact.
+
+    Attributes:
+        part: what is quantized.
+    """
+
+    name: ClassVar[str] = "part"
+
+    part: Literal["keys", "values"] = "keys"
+
+    def reconstruct(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Method.reconstruct`."""
+        decoded_keys, decoded_values = super().reconstruct(keys, values)
+        return (decoded_keys, values) if self.part == "keys" else (keys, decoded_values)
+
+
+@dataclass
+class Head:
+    """Sums over the queries of one head that see packed tiles; K and V apart.
+
+    Attributes:
+        coherent: Σ ‖Σ p x‖², what errors along the tokens grow with.
+        noise: Σ Σ ‖p x‖², what errors across them grow with.
+        errors: squared error of the attention output, by factor.
+    """
+
+    coherent: float = 0.0
+    noise: float = 0.0
+    errors: dict[TokenFactor, float] = None  # type: ignore[assignment]
+
+
+def seen_packed(num_tokens: int, settings: KVarNSettings) -> Tensor:
+    """Which tokens each query finds packed, bool [tokens, tokens]."""
+    seen = torch.zeros(num_tokens, num_tokens, dtype=torch.bool)
+    sink = settings.sink_tokens
+    for step in decode_steps(num_tokens, settings):
+        seen[step.start : step.end, sink : sink + step.packed_tokens] = True
+    return seen
+
+
+def ratios(call: AttentionCall, seen: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+    """Coherent sum and noise of K and of V, each [heads], over the queries of `seen`."""
+    query, (key, value) = call.query[0], (states[0] for states in (call.key, call.value))
+    groups = len(query) // len(key)
+    key, value = (states.repeat_interleave(groups, 0) for states in (key, value))
+    num_tokens, head_dim = query.shape[1:]
+    scaling = call.options.get("scaling") or head_dim**-0.5
+    scores = query @ key.transpose(1, 2) * scaling
+    allowed = torch.ones(num_tokens, num_tokens, dtype=torch.bool).tril()
+    if call.mask is not None:
+        allowed = call.mask[0, 0]
+    shares = scores.masked_fill(~allowed, -torch.inf).softmax(-1)
+    output = shares @ value
+    affected = seen.any(-1)
+    affected[torch.arange(num_tokens) % _EVERY != 0] = False
+    packed, scores, output = (x[:, affected] for x in (shares * seen, scores, output))
+    power = value.square().sum(-1)[:, None]
+    weighted = packed * scores
+    move = weighted @ value - weighted.sum(-1, keepdim=True) * output
+    distance = power - 2 * output @ value.transpose(1, 2) + output.square().sum(-1, keepdim=True)
+    lengths = query[:, affected].square().sum(-1)[:, :, None] * key.square().sum(-1)[:, None]
+    noise = packed.square() * distance.clamp_min(0) * lengths * scaling**2 / head_dim
+    return {
+        "keys": (move.square().sum((1, 2)), noise.sum((1, 2))),
+        "values": ((packed @ value).square().sum((1, 2)), (packed.square() * power).sum((1, 2))),
+    }
+
+
+def cosines(method: OnePart, call: AttentionCall) -> float:
+    """Mean cosine between x and x̂ of K or V over packed tokens."""
+    end = method.sink_tokens + method.packed_tokens(call.key.shape[2])
+    states = [x[:, :, method.sink_tokens : end] for x in (call.key, call.value)]
+    index = PARTS.index(method.part)
+    exact, decoded = states[index], method.reconstruct(*states)[index]
+    return float(torch.cosine_similarity(exact.float(), decoded, dim=-1).mean())
+
+
+def main() -> None:
+    """Measure and print one table for K and one for V."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--preset", default="k2v2_g128")
+    parser.add_argument("--per-kind", type=int, default=1)
+    parser.add_argument("--sequence-length", type=int, default=768)
+    parser.add_argument("--cover-sliding", action="store_true")
+    parser.add_argument("--unit-keys", action="store_true")
+    arguments = parser.parse_args()
+    preset = KVarNSettings.from_name(arguments.preset)
+    model = load_model(arguments.model, dtype=torch.float32, device=torch.device("cpu"))
+    covered = covered_layers(model.config, cover_sliding=arguments.cover_sliding)
+    windows = windows_by_kind(
+        load_tokenizer(arguments.model), arguments.per_kind, arguments.sequence_length
+    )
+    base = OnePart(key_bits=preset.key_bits, value_bits=preset.value_bits)
+    methods = {
+        (part, factor): replace(base, part=part, key_factor=factor, value_factor=factor)
+        for part in PARTS
+        for factor in FACTORS
+    }
+    taps = {
+        name: QuantizedAttention(covered, method, record_errors=False, every=_EVERY)
+        for name, method in methods.items()
+    }
+    seen = seen_packed(arguments.sequence_length, preset)
+    start = -(-first_affected(arguments.sequence_length, base) // _EVERY)
+    heads: dict[tuple[str, int, int], Head] = defaultdict(
+        lambda: Head(errors=dict.fromkeys(FACTORS, 0.0))
+    )
+    angles: dict[str, list[float]] = defaultdict(list)
+    spreads: dict[str, list[float]] = defaultdict(list)
+
+    def tap(call: AttentionCall) -> Tensor:
+        output = call.attend(0, call.key.shape[2], call.key, call.value)
+        if call.layer is None or call.layer not in covered:
+            return output
+        if arguments.unit_keys:
+            norms = call.key.norm(dim=-1, keepdim=True)
+            call = replace(call, key=call.key / norms * norms.mean(2, keepdim=True))
+        exact = call.attend(0, call.key.shape[2], call.key, call.value)[:, ::_EVERY]
+        for part, (coherent, noise) in ratios(call, seen).items():
+            for head in range(len(coherent)):
+                heads[part, call.layer, head].coherent += float(coherent[head])
+                heads[part, call.layer, head].noise += float(noise[head])
+            angles[part].append(cosines(methods[part, "norm"], call))
+        for (part, factor), quantized in taps.items():
+            error = (quantized(call) - exact)[0, start:].square().sum((0, 2))
+            for head in range(len(error)):
+                heads[part, call.layer, head].errors[factor] += float(error[head])
+        for part, states in zip(PARTS, (call.key, call.value), strict=True):
+            norms = states.norm(dim=-1)
+            spreads[part].append(float((norms.std(-1) / norms.mean(-1)).mean()))
+        aligned = torch.cosine_similarity(
+            rotate(call.query, hadamard_matrix(call.query.shape[-1])),
+            rotate(
+                call.key.repeat_interleave(call.query.shape[1] // call.key.shape[1], 1),
+                hadamard_matrix(call.query.shape[-1]),
+            ),
+            dim=-1,
+        )
+        spreads["alignment of q and k"].append(float(aligned.mean()))
+        return output
+
+    with torch.inference_mode(), attention_tap(model, tap):
+        for window in torch.cat(list(windows.values())).split(1):
+            model(input_ids=window, use_cache=False)
+    for name, values in spreads.items():
+        print(f"{name}: {sum(values) / len(values):.3f}")
+    for part in PARTS:
+        own = [head for (kind, _, _), head in heads.items() if kind == part]
+        cosine = sum(angles[part]) / len(angles[part])
+        limit = ((1 + cosine) / cosine) ** 2
+        show(part, own, cosine, limit)
+
+
+def show(part: str, heads: list[Head], cosine: float, limit: float) -> None:
+    """Print squared errors of heads on both sides of the limit, relative to the unbiased factor."""
+    above = [head for head in heads if head.coherent > limit * head.noise]
+    below = [head for head in heads if head.coherent <= limit * head.noise]
+    right = sum(
+        (head.errors["unbiased"] < head.errors["norm"]) == (head.coherent > limit * head.noise)
+        for head in heads
+    )
+    print(
+        f"\n{part}: cos {cosine:.4f}, limit of R {limit:.2f}, {len(heads)} heads; "
+        f"the limit tells the better of unbiased and norm for {right / len(heads):.0%}"
+    )
+    print(f"{'heads':18} {'number':>6} {'R':>8} " + " ".join(f"{name:>14}" for name in FACTORS))
+    for name, group in (("R above the limit", above), ("R below", below), ("all", heads)):
+        if group:
+            sums = {f: sum(head.errors[f] for head in group) for f in FACTORS}
+            together = sum(h.coherent for h in group) / sum(h.noise for h in group)
+            cells = " ".join(f"{sums[f] / sums['unbiased']:14.3f}" for f in FACTORS)
+            print(f"{name:18} {len(group):6} {together:8.2f} {cells}")
+
+
+if __name__ == "__main__":
+    main()
