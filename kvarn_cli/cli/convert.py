@@ -240,6 +240,9 @@ def _show_conversion(console: Console, conversion: "Conversion") -> None:
         console.result(_proof_line(metadata.proof))
     if metadata.calibration is not None:
         _show_calibration(console, metadata.calibration)
+    value = metadata.rotations.value
+    if value.not_fused is not None:
+        console.result(f"V's rotation is left to the engine: {value.not_fused}")
     console.result(f"Wrote {conversion.output} ({metadata.cache.dtype})")
     folder = shlex.quote(str(conversion.output))
     console.note(f'Try it: kvarn generate {folder} "Why is the sky blue?"')
