@@ -104,7 +104,10 @@ class Distribution(_Part):
 
 
 class VectorErrorSummary(_Part):
-    """Errors of packed K or V: E_M = (‖x‖ − ‖x̂‖)², E_D = 2‖x‖‖x̂‖(1 − cos θ), E_T their sum."""
+    """Errors of packed K, V or latents.
+
+    E_M = (‖x‖ − ‖x̂‖)², E_D = 2‖x‖‖x̂‖(1 − cos θ), E_T their sum.
+    """
 
     magnitude: float = Field(description="mean of E_M / ‖x‖²")
     direction: float = Field(description="mean of E_D / ‖x‖²")
@@ -126,8 +129,8 @@ class KeyDrift(_Part):
 class Tokens(_Part):
     """Errors of single tokens' vectors; each K̂ against the K just quantized."""
 
-    keys: VectorErrorSummary
-    values: VectorErrorSummary
+    keys: VectorErrorSummary = Field(description="of K, or of the latent of an MLA model")
+    values: VectorErrorSummary | None = Field(description="of V; null for a latent")
     key_drift: KeyDrift
 
 
@@ -224,7 +227,10 @@ class ErrorReport(_Part):
     covered_layers: tuple[int, ...]
     num_heads: int
     num_kv_heads: int
-    head_dim: int
+    head_dim: int = Field(description="of K and V, or the width of the latent")
+    rope_dim: int | None = Field(
+        default=None, description="width of the RoPE key beside a latent; null without a latent"
+    )
     windows: Windows
     partial: bool = Field(description="interrupted: fewer windows or parts than asked for")
     thresholds: Thresholds = Thresholds()

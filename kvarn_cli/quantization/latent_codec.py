@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kvarn_cli.quantization.hadamard import hadamard_matrix, rotate
 from kvarn_cli.quantization.rounding import to_float16
-from kvarn_cli.quantization.tile_codec import dequantize_keys, quantize_keys
+from kvarn_cli.quantization.tile_codec import TileCodec, dequantize_keys, quantize_keys
 from kvarn_cli.quantization.tile_record import QuantizedTiles, pack_keys, unpack_keys
 from kvarn_cli.settings import KVarNSettings
 
@@ -96,3 +96,22 @@ class LatentCodec:
             return latents.float()
         self._hadamard = self._hadamard.to(latents.device)
         return rotate(latents, self._hadamard)
+
+
+def codec_for(
+    settings: KVarNSettings, key_dim: int, value_dim: int, *, fused: bool
+) -> TileCodec | LatentCodec:
+    """The codec of what a model caches as K and V, or as latent and RoPE key.
+
+    Args:
+        settings: of the quantizer; they say which of the two it is.
+        key_dim: width of K, or of the latent.
+        value_dim: width of V, or of the RoPE key.
+        fused: whether V, or the latent, arrives rotated already.
+
+    Raises:
+        SettingsError: no record holds this key_dim.
+    """
+    if settings.latent:
+        return LatentCodec(settings, key_dim, value_dim, rotate_latents=not fused)
+    return TileCodec(settings, key_dim, rotate_values=not fused)

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from loop_reference import half, hadamard, matmul, pack, quantize
+from loop_reference import hadamard, half, matmul, pack, quantize
 
 from kvarn_cli.errors import SettingsError
 from kvarn_cli.quantization.latent_codec import LatentCodec
