@@ -221,7 +221,9 @@ class ErrorReport(_Part):
     kvarn_version: str
     model: str
     revision: str | None = Field(description="commit on the Hub, when it is known")
-    fused: bool = Field(description="whether V's rotation is fused into the model's weights")
+    fused: bool = Field(
+        description="whether the rotation of V, or of the latent, is fused into the model's weights"
+    )
     compute_dtype: str
     num_layers: int
     covered_layers: tuple[int, ...]
@@ -241,6 +243,13 @@ class ErrorReport(_Part):
     results: tuple[MethodResult, ...]
 
     model_config = ConfigDict(extra="ignore", frozen=True, populate_by_name=True)
+
+    @property
+    def basis(self) -> str:
+        """What is rotated by the model's own weights, in words."""
+        if self.rope_dim is None:
+            return "V's rotation fused" if self.fused else "V not rotated"
+        return "the latent's rotation fused" if self.fused else "the latent not rotated"
 
     def document(self) -> dict[str, object]:
         """The report as JSON-ready data."""
