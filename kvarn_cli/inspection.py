@@ -40,9 +40,15 @@ from kvarn_cli.quantization.methods import (
     QuaRot,
     parse_method,
 )
-from kvarn_cli.runtime.coverage import attention_head_dim, covered_layers
+from kvarn_cli.runtime.coverage import (
+    architecture_of,
+    attention_head_dim,
+    check_fit,
+    covered_layers,
+    rope_key_dim,
+)
 from kvarn_cli.runtime.description import described_cache
-from kvarn_cli.settings import DEFAULT_PRESET, KVarNSettings
+from kvarn_cli.settings import DEFAULT_LATENT_PRESET, DEFAULT_PRESET, KVarNSettings
 
 _FIT_WINDOWS = 1
 
@@ -112,15 +118,18 @@ def inspect_model(
     block = described_cache(config)
     _refuse_nothing_to_measure(config)
     fused = block is not None and block.fused
+    rope_dim = rope_key_dim(config)
     if not methods:
+        preset = DEFAULT_PRESET if rope_dim is None else DEFAULT_LATENT_PRESET
         methods = default_methods(
-            block.cache.settings if block else KVarNSettings.from_name(DEFAULT_PRESET)
+            block.cache.settings if block else KVarNSettings.from_name(preset)
         )
     if no_window:
         methods = [_without_window(method) for method in methods]
     for method in methods:
         _check_value_rotation(method, fused=fused)
         if not isinstance(method, Exact):
+            _check_cache(method, config)
             text.check_length(method.settings)
     tokenizer = load_tokenizer(source.folder, trust_remote_code=trust_remote_code)
     windows = text.windows(tokenizer, further=_FIT_WINDOWS * any(m.needs_fit for m in methods))
@@ -178,8 +187,9 @@ def inspect_model(
         num_layers=config.num_hidden_layers,
         covered_layers=tuple(covered or covered_layers(config)),
         num_heads=config.num_attention_heads,
-        num_kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+        num_kv_heads=_num_kv_heads(config),
         head_dim=attention_head_dim(config),
+        rope_dim=rope_dim,
         windows=Windows(
             dataset=text.name,
             num_samples=text.num_samples,
@@ -197,8 +207,13 @@ def default_methods(settings: KVarNSettings) -> list[Method]:
     """The methods to compare when none is named, on the tokens that the settings quantize.
 
     KVarN with the settings and at two bits, its rivals at two bits, and what engines offer at four
-    and eight.
+    and eight. Of a latent those that quantize it a channel at a time.
     """
+    if settings.latent:
+        two_bits = settings.with_(key_bits=2)
+        latents: list[Method] = [KVarN.from_settings(settings), KVarN.from_settings(two_bits)]
+        latents += [QuaRot.from_settings(two_bits), KIVI.from_settings(two_bits)]
+        return list(dict.fromkeys(latents))
     two_bits = settings.with_(key_bits=2, value_bits=2)
     methods = [
         KVarN.from_settings(settings),
@@ -267,6 +282,23 @@ def _refuse_nothing_to_measure(config: PreTrainedConfig) -> None:
             f"no layer of {config.model_type} keeps a cache that grows with the sequence"
         )
     attention_head_dim(config)
+
+
+def _check_cache(method: Method, config: PreTrainedConfig) -> None:
+    """Refuse a method that quantizes what this model does not cache."""
+    if rope_key_dim(config) is not None and not method.takes_latents:
+        raise UsageError(
+            f"{method.name} quantizes K and V, and {architecture_of(config)} caches a latent (MLA)",
+            hint=f"use kvarn:{DEFAULT_LATENT_PRESET}, or quarot, kivi or ablation with a preset "
+            "like it",
+        )
+    check_fit(config, method.settings)
+
+
+def _num_kv_heads(config: PreTrainedConfig) -> int:
+    if rope_key_dim(config) is not None:
+        return 1
+    return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
 
 
 def _matrix(rotation: Rotation) -> Tensor:

@@ -10,10 +10,28 @@ def test_names_go_both_ways():
     assert settings.cache_dtype == "kvarn_k2v4_g64"
 
 
+def test_names_of_latent_caches_go_both_ways():
+    settings = KVarNSettings.from_name("kvarn_mla_k2_g64")
+    assert settings.latent
+    assert (settings.key_bits, settings.value_bits, settings.group_size) == (2, 16, 64)
+    assert settings.iterations == 16
+    assert settings.cache_dtype == "kvarn_mla_k2_g64"
+    assert not KVarNSettings().latent
+
+
+@pytest.mark.parametrize("name", ["k4v16_g128", "mla_k5_g128", "mla_k4_g100"])
+def test_names_of_records_that_nobody_writes_are_refused(name):
+    with pytest.raises(SettingsError, match="must be one of"):
+        KVarNSettings.from_name(name)
+
+
 @pytest.mark.parametrize(
     "name",
     [
         "",
+        "mla_k4v2_g128",
+        "mla_k4",
+        "k4_g128",
         "k4v2",
         "k4v2_g128 ",
         "K4V2_G128",
@@ -61,3 +79,9 @@ def test_cache_bytes_count_sink_records_and_tail():
     exact_tokens = 128 + 44
     expected = 2 * settings.record_bytes(64) + exact_tokens * 2 * 64 * 2
     assert settings.cache_bytes(428, 64) == expected
+
+
+def test_bytes_of_a_latent_cache_count_its_rope_key():
+    settings = KVarNSettings.from_name("mla_k4_g128")
+    expected = 2 * 51_456 + (128 + 44) * (512 + 64) * 2
+    assert settings.cache_bytes(428, 512, 64) == expected

@@ -3,14 +3,18 @@
 The tap is registered with transformers' attention and mask interfaces under one name (without a
 mask function of the same name, padding and sliding windows would be lost in silence) and chosen
 for the length of a `with` block. Attention itself stays transformers' own sdpa function.
+
+MLA modules cache a latent and compute K and V from it with a method of their own, `expand_kv`. It
+is listened to for the same time, so that a tap sees the latent and can expand another one.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -21,6 +25,21 @@ from kvarn_cli.errors import UnsupportedModelError
 ATTENTION_NAME = "kvarn_tap"
 
 _UNKNOWN_TO_SDPA = ("softcap", "s_aux", "sinks", "position_bias", "head_mask")
+
+
+@dataclass(frozen=True)
+class CachedLatent:
+    """What an MLA module caches of all tokens.
+
+    Attributes:
+        states: the latent, [batch, 1, tokens, latent_dim].
+        rope_key: the RoPE key, [batch, 1, tokens, rope_dim].
+        expand: the module's own way from such a pair to K and V of all heads.
+    """
+
+    states: Tensor
+    rope_key: Tensor
+    expand: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -36,6 +55,7 @@ class AttentionCall:
         options: further keyword arguments, such as scaling.
         position_embeddings: cos and sin of RoPE as the module got them, each
             [batch, tokens, rotary_dim]; None where it got none.
+        latent: what an MLA module caches instead of K and V; None of other modules.
     """
 
     module: nn.Module
@@ -45,11 +65,23 @@ class AttentionCall:
     mask: Tensor | None
     options: dict[str, Any]
     position_embeddings: tuple[Tensor, Tensor] | None = None
+    latent: CachedLatent | None = None
 
     @property
     def layer(self) -> int | None:
         """Index of the decoder layer, None outside the decoder."""
         return getattr(self.module, "layer_idx", None)
+
+    @property
+    def cached(self) -> tuple[Tensor, Tensor]:
+        """What a cache holds of all tokens: K and V, or the latent and the RoPE key."""
+        if self.latent is None:
+            return self.key, self.value
+        return self.latent.states, self.latent.rope_key
+
+    def expand(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+        """K and V of what a cache gives back; `first` and `second` as in `cached`."""
+        return (first, second) if self.latent is None else self.latent.expand(first, second)
 
     def attend(self, start: int, end: int, key: Tensor, value: Tensor, *, every: int = 1) -> Tensor:
         """Attention of the queries of one step, by the call a step with a cache would make.
@@ -89,8 +121,17 @@ class AttentionCall:
 Tap = Callable[[AttentionCall], Tensor]
 """Answers an attention call with its output, [batch, tokens, heads, head_dim]."""
 
-_TAP: ContextVar[Tap] = ContextVar("kvarn_attention_tap")
-_POSITIONS: ContextVar[dict[nn.Module, Any]] = ContextVar("kvarn_position_embeddings")
+
+@dataclass
+class _Listener:
+    """The tap, and what modules were seen to get since their last attention call."""
+
+    tap: Tap
+    positions: dict[nn.Module, Any] = field(default_factory=dict)
+    latents: dict[nn.Module, CachedLatent] = field(default_factory=dict)
+
+
+_LISTENER: ContextVar[_Listener] = ContextVar("kvarn_attention_listener")
 
 
 @contextmanager
@@ -101,13 +142,15 @@ def attention_tap(model: PreTrainedModel, tap: Tap) -> Iterator[None]:
         UnsupportedModelError: the model's classes do not use transformers' attention interface.
     """
     before = _attention_implementations(model)
-    reset = _TAP.set(tap)
-    positions: dict[nn.Module, Any] = {}
-    reset_positions = _POSITIONS.set(positions)
+    listener = _Listener(tap)
+    reset = _LISTENER.set(listener)
 
     def remember(module: nn.Module, _: tuple[Any, ...], arguments: dict[str, Any]) -> None:
-        positions[module] = arguments.get("position_embeddings")
+        listener.positions[module] = arguments.get("position_embeddings")
 
+    latent_modules = [module for module in model.modules() if hasattr(module, "expand_kv")]
+    for module in latent_modules:
+        vars(module)["expand_kv"] = _remembering(module, listener)
     hooks = [
         module.register_forward_pre_hook(remember, with_kwargs=True)
         for module in model.modules()
@@ -125,8 +168,19 @@ def attention_tap(model: PreTrainedModel, tap: Tap) -> Iterator[None]:
         model.set_attn_implementation(before)
         for hook in hooks:
             hook.remove()
-        _POSITIONS.reset(reset_positions)
-        _TAP.reset(reset)
+        for module in latent_modules:
+            del vars(module)["expand_kv"]
+        _LISTENER.reset(reset)
+
+
+def _remembering(module: nn.Module, listener: _Listener) -> Callable[..., Any]:
+    expand = cast("Callable[..., Any]", module.expand_kv)
+
+    def remember(kv_nope: Tensor, k_rot: Tensor) -> Any:
+        listener.latents[module] = CachedLatent(kv_nope, k_rot, expand)
+        return expand(kv_nope, k_rot)
+
+    return remember
 
 
 def _attention_implementations(model: PreTrainedModel) -> dict[str, str]:
@@ -152,9 +206,27 @@ def _answer(
         raise _unsupported(module, "attends to tokens other than its own")
     if not (options.get("is_causal") or getattr(module, "is_causal", True)):
         raise _unsupported(module, "attends to later tokens")
-    positions = _POSITIONS.get().get(module)
-    call = AttentionCall(module, query, key, value, attention_mask, options, positions)
-    return _TAP.get()(call), None
+    listener = _LISTENER.get()
+    call = AttentionCall(
+        module,
+        query,
+        key,
+        value,
+        _selected(attention_mask, options.pop("indices", None)),
+        options,
+        listener.positions.get(module),
+        listener.latents.pop(module, None),
+    )
+    return listener.tap(call), None
+
+
+def _selected(mask: Tensor | None, indices: Tensor | None) -> Tensor | None:
+    """Narrow a mask to the tokens that sparse attention chose, [batch, tokens, chosen]."""
+    if indices is None:
+        return mask
+    assert mask is not None, "sparse attention is given a mask"
+    chosen = torch.zeros_like(mask[:, 0]).scatter(-1, indices.long(), True)
+    return mask & chosen[:, None]
 
 
 def _unsupported(module: nn.Module, what: str) -> UnsupportedModelError:

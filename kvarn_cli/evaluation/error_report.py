@@ -104,7 +104,10 @@ class Distribution(_Part):
 
 
 class VectorErrorSummary(_Part):
-    """Errors of packed K or V: E_M = (‖x‖ − ‖x̂‖)², E_D = 2‖x‖‖x̂‖(1 − cos θ), E_T their sum."""
+    """Errors of packed K, V or latents.
+
+    E_M = (‖x‖ − ‖x̂‖)², E_D = 2‖x‖‖x̂‖(1 − cos θ), E_T their sum.
+    """
 
     magnitude: float = Field(description="mean of E_M / ‖x‖²")
     direction: float = Field(description="mean of E_D / ‖x‖²")
@@ -126,8 +129,8 @@ class KeyDrift(_Part):
 class Tokens(_Part):
     """Errors of single tokens' vectors; each K̂ against the K just quantized."""
 
-    keys: VectorErrorSummary
-    values: VectorErrorSummary
+    keys: VectorErrorSummary = Field(description="of K, or of the latent of an MLA model")
+    values: VectorErrorSummary | None = Field(description="of V; null for a latent")
     key_drift: KeyDrift
 
 
@@ -218,13 +221,18 @@ class ErrorReport(_Part):
     kvarn_version: str
     model: str
     revision: str | None = Field(description="commit on the Hub, when it is known")
-    fused: bool = Field(description="whether V's rotation is fused into the model's weights")
+    fused: bool = Field(
+        description="whether the rotation of V, or of the latent, is fused into the model's weights"
+    )
     compute_dtype: str
     num_layers: int
     covered_layers: tuple[int, ...]
     num_heads: int
     num_kv_heads: int
-    head_dim: int
+    head_dim: int = Field(description="of K and V, or the width of the latent")
+    rope_dim: int | None = Field(
+        default=None, description="width of the RoPE key beside a latent; null without a latent"
+    )
     windows: Windows
     partial: bool = Field(description="interrupted: fewer windows or parts than asked for")
     thresholds: Thresholds = Thresholds()
@@ -235,6 +243,13 @@ class ErrorReport(_Part):
     results: tuple[MethodResult, ...]
 
     model_config = ConfigDict(extra="ignore", frozen=True, populate_by_name=True)
+
+    @property
+    def basis(self) -> str:
+        """What is rotated by the model's own weights, in words."""
+        if self.rope_dim is None:
+            return "V's rotation fused" if self.fused else "V not rotated"
+        return "the latent's rotation fused" if self.fused else "the latent not rotated"
 
     def document(self) -> dict[str, object]:
         """The report as JSON-ready data."""

@@ -23,7 +23,7 @@ from kvarn_cli.evaluation.intervals import mean_interval, median
 from kvarn_cli.evaluation.pseudo_decode import STATIC_EVERY, WindowErrors
 from kvarn_cli.evaluation.samples import Sample
 from kvarn_cli.evaluation.vector_sums import VectorSums
-from kvarn_cli.quantization.methods.base import EXACT_BITS
+from kvarn_cli.settings import EXACT_BITS
 
 MEMORY_LENGTHS = (8_192, 32_768, 131_072)
 
@@ -155,10 +155,11 @@ class MethodSums:
         assert last is not None
         method, num_tokens = last.method, last.num_tokens
         shape = (last.head_dim, last.num_kv_heads)
+        average_bits = method.average_bits(num_tokens, *shape)
         return MethodResult(
             method=method.label,
-            bits_per_element=method.average_bits(num_tokens, *shape),
-            packed_bits_per_element=method.bits_per_element(*shape),
+            bits_per_element=_with_rope_key(last, average_bits),
+            packed_bits_per_element=_with_rope_key(last, method.bits_per_element(*shape)),
             sink_tokens=method.sink_tokens,
             residual_tokens=method.residual_tokens,
             group_size=method.group_size,
@@ -200,7 +201,7 @@ class MethodSums:
 
     def _token_summary(self) -> Tokens | None:
         keys, values = self._keys.summary(), self._values.summary()
-        if keys is None or values is None:
+        if keys is None:
             return None
         by_layer = _mean(self._drift)
         drift = KeyDrift(mean=by_layer.mean().item(), by_layer=tuple(by_layer.tolist()))
@@ -224,13 +225,25 @@ def summarize(windows: Sequence[WindowErrors], *, first_position: int = 0) -> Me
 
 
 def _memory(window: WindowErrors, length: int) -> CacheMemory:
-    elements = 2 * window.head_dim * window.num_kv_heads * len(window.key_drift) * length
     bits = window.method.average_bits(length, window.head_dim, window.num_kv_heads)
+    elements = window.num_kv_heads * len(window.key_drift) * length
+    if window.rope_dim is None:
+        elements *= 2 * window.head_dim
+    else:
+        elements *= window.head_dim + window.rope_dim
     return CacheMemory(
         tokens=length,
-        bytes=round(elements * bits / 8),
+        bytes=round(elements * _with_rope_key(window, bits) / 8),
         sixteen_bit_bytes=elements * EXACT_BITS // 8,
     )
+
+
+def _with_rope_key(window: WindowErrors, bits: float) -> float:
+    """Bits per element once the RoPE key beside a latent is counted, 16 bits an element."""
+    if not window.rope_dim:
+        return bits
+    whole = window.head_dim + window.rope_dim
+    return (window.head_dim * bits + window.rope_dim * EXACT_BITS) / whole
 
 
 def _quantile(sample: Tensor, share: float) -> float:

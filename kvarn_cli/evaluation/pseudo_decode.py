@@ -2,7 +2,8 @@
 
 `record_exact` runs a window in full precision once; `pseudo_decode` runs it as a quantized cache
 would (see `quantized_attention`) and compares. Attention outputs are compared in the basis of the
-original weights: those of a model whose V is fused with R are brought back to it by Rᵀ.
+original weights: those of a model whose V is fused with R are brought back to it by Rᵀ. A rotated
+latent changes neither K nor V, so with MLA they are in that basis anyway.
 
 There are two regimes. In `pseudo_decode` errors accumulate: each layer gets what the layers before
 it really gave. In the static regime each layer gets its full-precision input, and only the error
@@ -43,7 +44,7 @@ class ExactRun:
         logits: [tokens, vocabulary].
         attention: layer → attention output before W_O, [tokens, heads, head_dim], in the basis of
             the original weights.
-        keys: layer → K after RoPE, [kv_heads, tokens, head_dim].
+        keys: layer → K after RoPE, as attention sees it, [kv_heads, tokens, head_dim].
         static: for each method asked for, layer → its error alone, as in `WindowErrors.attention`
             but of every `STATIC_EVERY`-th token.
         elapsed_seconds: time of the pass, without the static measurements.
@@ -68,14 +69,16 @@ class WindowErrors:
         logits: errors of the predictions of tokens 1, 2, ….
         attention: layer → mean absolute error of the attention output over channels, float32
             [heads, tokens].
-        keys: covered layer → errors of K over the packed tokens that a later step sees.
-        values: the same of V.
+        keys: covered layer → errors of K, or of the latent, over the packed tokens that a later
+            step sees.
+        values: the same of V; none of a layer with a latent.
         key_drift: covered layer → ‖ΔK‖² / ‖K‖² of K before it is quantized against the exact run,
             mean over heads, float32 [tokens].
         saturated_scales: layer → stored scales that had to be clamped, where there are any.
         num_kv_heads: KV heads of a covered layer.
-        head_dim: width of one head.
+        head_dim: width of one head, or of the latent.
         elapsed_seconds: time of the quantized pass.
+        rope_dim: width of the RoPE key beside a latent; None where K and V are cached.
     """
 
     method: Method
@@ -90,6 +93,7 @@ class WindowErrors:
     num_kv_heads: int
     head_dim: int
     elapsed_seconds: float
+    rope_dim: int | None = None
 
 
 def record_exact(
@@ -106,7 +110,7 @@ def record_exact(
     Args:
         model: a causal language model in eval mode.
         tokens: int64 [1, tokens], at least 2.
-        fused_rotation: R [head_dim, head_dim] if V of this model is fused with it.
+        fused_rotation: R [head_dim, head_dim] if V of this model, or its latent, is fused with it.
         static_methods: methods to measure in the static regime.
         step_tokens: see `pseudo_decode`; of the static regime.
         covered: see `pseudo_decode`; of the static regime.
@@ -136,11 +140,11 @@ def record_exact(
         output = call.attend(0, call.key.shape[2], call.key, call.value)
         if call.layer is None:
             return output
-        exact = _in_plain_basis(output, fused_rotation)[0]
+        exact = _in_plain_basis(call, output, fused_rotation)[0]
         attention[call.layer], keys[call.layer] = exact, call.key[0]
         started = time.perf_counter()
         for quantized, errors in zip(taps, static, strict=True):
-            local = _in_plain_basis(quantized(call), fused_rotation)[0]
+            local = _in_plain_basis(call, quantized(call), fused_rotation)[0]
             errors[call.layer] = _mean_error(local, exact[::STATIC_EVERY])
         static_seconds += time.perf_counter() - started
         return output
@@ -170,7 +174,7 @@ def pseudo_decode(
         method: what packed tiles come back as.
         step_tokens: tokens of one forward step; None means one tile a step, which equals decoding
             token by token.
-        fused_rotation: R [head_dim, head_dim] if V of `model` is fused with it.
+        fused_rotation: R [head_dim, head_dim] if V of `model`, or its latent, is fused with it.
         covered: layers to quantize; None means every full-attention layer.
         restoration: tokens to give back exactly in spite of the method.
 
@@ -194,14 +198,16 @@ def pseudo_decode(
     )
     attention: dict[int, Tensor] = {}
     key_drift: dict[int, Tensor] = {}
+    cached: dict[int, tuple[int, int, int | None]] = {}
 
     def tap(call: AttentionCall) -> Tensor:
         output = quantized(call)
         if call.layer is not None:
-            plain = _in_plain_basis(output, fused_rotation)[0]
+            plain = _in_plain_basis(call, output, fused_rotation)[0]
             attention[call.layer] = _mean_error(plain, exact.attention[call.layer])
             if call.layer in covered:
                 key_drift[call.layer] = _relative_drift(call.key[0], exact.keys[call.layer])
+                cached[call.layer] = _cache_shape(call)
         return output
 
     started = time.perf_counter()
@@ -209,7 +215,7 @@ def pseudo_decode(
     elapsed_seconds = time.perf_counter() - started
     _check_seen(model, covered, attention)
     num_tokens = exact.tokens.shape[1]
-    num_kv_heads, _, head_dim = exact.keys[min(covered)].shape
+    num_kv_heads, head_dim, rope_dim = cached[min(covered)]
     return WindowErrors(
         method=method,
         num_tokens=num_tokens,
@@ -222,6 +228,7 @@ def pseudo_decode(
         saturated_scales=quantized.saturated_scales,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
+        rope_dim=rope_dim,
         elapsed_seconds=elapsed_seconds,
     )
 
@@ -241,8 +248,18 @@ def _logits(model: PreTrainedModel, tokens: Tensor, tap: Tap) -> Tensor:
     return logits[0]
 
 
-def _in_plain_basis(output: Tensor, fused_rotation: Tensor | None) -> Tensor:
-    return output if fused_rotation is None else rotate(output, fused_rotation.T)
+def _in_plain_basis(call: AttentionCall, output: Tensor, fused_rotation: Tensor | None) -> Tensor:
+    """Undo V's rotation; that of a latent ends where K and V are expanded from it."""
+    if fused_rotation is None or call.latent is not None:
+        return output
+    return rotate(output, fused_rotation.T)
+
+
+def _cache_shape(call: AttentionCall) -> tuple[int, int, int | None]:
+    """KV heads, width of K or the latent, and width of the RoPE key beside a latent."""
+    first, second = call.cached
+    rope_dim = None if call.latent is None else second.shape[-1]
+    return first.shape[1], first.shape[-1], rope_dim
 
 
 def _mean_error(output: Tensor, exact: Tensor) -> Tensor:

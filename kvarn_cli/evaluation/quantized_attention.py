@@ -5,6 +5,8 @@ a cache would have packed by then. The tokens of one step attend exactly to one 
 sink and to the tail, and to reconstructed tiles from before the step: a step that starts at token
 `a` finds the `KVarNSettings.packed_tokens(a)` tokens behind the sink packed.
 
+Of an MLA model the latent is quantized, and the module itself expands what comes back to K and V.
+
 The default steps are the tiles themselves, which is also what decoding token by token amounts to:
 every token of a tile finds the same tiles packed.
 """
@@ -85,15 +87,16 @@ class QuantizedAttention:
         covered: layers to quantize; the others attend exactly.
         method: what packed tiles come back as.
         step_tokens: see `decode_steps`.
-        fused_rotation: R [head_dim, head_dim] if V of the model is fused with it. Methods that
-            want V in the plain basis then get V Rᵀ, and their result goes back through R.
+        fused_rotation: R [head_dim, head_dim] if V of the model, or its latent, is fused with it.
+            Methods that want the plain basis then get V Rᵀ, and their result goes back through R.
         restoration: tokens to give back exactly in spite of the method.
         record_errors: whether to keep the errors of K and V.
         every: 1, or more to answer only queries whose position it divides.
 
     Attributes:
-        key_errors: layer → errors of K over the packed tokens that a later step sees.
-        value_errors: the same of V.
+        key_errors: layer → errors of K, or of the latent, over the packed tokens that a later step
+            sees.
+        value_errors: the same of V; none of a layer with a latent.
         saturated_scales: layer → stored scales that had to be clamped, where there are any.
     """
 
@@ -114,7 +117,7 @@ class QuantizedAttention:
         self.restoration = restoration
         self.record_errors = record_errors
         self.every = every
-        self.value_rotation = fused_rotation if method.plain_basis else None
+        self.fused_rotation = fused_rotation if method.plain_basis else None
         self.key_errors: dict[int, VectorErrors] = {}
         self.value_errors: dict[int, VectorErrors] = {}
         self.saturated_scales: dict[int, int] = {}
@@ -128,13 +131,15 @@ class QuantizedAttention:
         sink = self.method.sink_tokens
         tiles = slice(sink, sink + steps[-1].packed_tokens)
         keys, values = self._reconstruct(call, layer, tiles)
-        exact_keys, exact_values = call.key[:, :, tiles], call.value[:, :, tiles]
+        exact_keys, exact_values = (states[:, :, tiles] for states in call.cached)
         if self.record_errors:
             self.key_errors[layer] = vector_errors(exact_keys, keys)
-            self.value_errors[layer] = vector_errors(exact_values, values)
+            if call.latent is None:
+                self.value_errors[layer] = vector_errors(exact_values, values)
         if self.restoration is not None:
             keys = self.restoration.apply(exact_keys, keys)
             values = self.restoration.apply(exact_values, values)
+        keys, values = call.expand(keys, values)
         return torch.cat(
             [
                 call.attend(
@@ -162,9 +167,11 @@ class QuantizedAttention:
     def _reconstruct(self, call: AttentionCall, layer: int, tiles: slice) -> tuple[Tensor, Tensor]:
         """What the cache gives back for the tokens in tiles, in the dtype and basis of the model.
 
+        K and V, or the latent and the RoPE key.
+
         An incomplete last tile is filled up with copies of its last token.
         """
-        keys, values = call.key[:, :, tiles], call.value[:, :, tiles]
+        keys, values = (states[:, :, tiles] for states in call.cached)
         num_tokens = keys.shape[2]
         if not num_tokens:
             return keys, values
@@ -172,8 +179,8 @@ class QuantizedAttention:
         rope = Rope(call, tiles) if method.keys_before_rope else None
         if rope is not None:
             keys = rope.undo(keys)
-        if self.value_rotation is not None:
-            values = rotate(values, self.value_rotation.T)
+        if self.fused_rotation is not None:
+            keys, values = _turned(call, keys, values, self.fused_rotation.T)
         missing = -num_tokens % method.group_size
         if missing:
             keys, values = (
@@ -187,9 +194,18 @@ class QuantizedAttention:
         keys, values = keys[:, :, :num_tokens], values[:, :, :num_tokens]
         if rope is not None:
             keys = rope.redo(keys)
-        if self.value_rotation is not None:
-            values = rotate(values, self.value_rotation)
+        if self.fused_rotation is not None:
+            keys, values = _turned(call, keys, values, self.fused_rotation)
         return keys.to(dtype), values.to(dtype)
+
+
+def _turned(
+    call: AttentionCall, keys: Tensor, values: Tensor, matrix: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Multiply by a matrix what a fused rotation acts on: V, or the latent."""
+    if call.latent is None:
+        return keys, rotate(values, matrix)
+    return rotate(keys, matrix), values
 
 
 def _seen(step: Step, sink: int, exact: Tensor, packed: Tensor) -> Tensor:

@@ -26,6 +26,10 @@ class TileCodec:
         head_dim: a power of two from 32 to 512.
         rotate_values: False when the model's V arrives already rotated.
 
+    Attributes:
+        widths: of K and V.
+        record_bytes: bytes of one record.
+
     Raises:
         SettingsError: no record holds this head_dim.
     """
@@ -35,6 +39,8 @@ class TileCodec:
         self.settings = settings
         self.head_dim = head_dim
         self.rotate_values = rotate_values
+        self.widths = (head_dim, head_dim)
+        self.record_bytes = settings.record_bytes(head_dim)
         self._hadamard = hadamard_matrix(head_dim)
 
     def encode(self, keys: Tensor, values: Tensor) -> Tensor:
@@ -62,30 +68,37 @@ class TileCodec:
     def _quantize(self, keys: Tensor, values: Tensor) -> tuple[QuantizedTiles, QuantizedTiles]:
         keys = self._rotate(keys)
         values = self._rotate(values) if self.rotate_values else values.float()
-        tiled = (-1, self.settings.group_size)
-        key_tiles = keys.float().unflatten(-2, tiled).transpose(-1, -2).contiguous()
-        value_tiles = values.float().unflatten(-2, tiled)
         settings = self.settings
+        value_tiles = values.float().unflatten(-2, (-1, settings.group_size))
         if settings.encoder == "refined":
-            quantized = (
-                refine_tiles(key_tiles, settings.key_bits, settings, tokens="columns"),
-                refine_tiles(value_tiles, settings.value_bits, settings, tokens="rows"),
-            )
+            quantized = refine_tiles(value_tiles, settings.value_bits, settings, tokens="rows")
         else:
-            quantized = (
-                quantize_tiles(key_tiles, settings.key_bits, settings),
-                quantize_tiles(value_tiles, settings.value_bits, settings),
-            )
-        note_saturation(*quantized)
-        return quantized
+            quantized = quantize_tiles(value_tiles, settings.value_bits, settings)
+        note_saturation(quantized)
+        return quantize_keys(keys, settings), quantized
 
     @torch.no_grad()
     def _dequantize(self, keys: QuantizedTiles, values: QuantizedTiles) -> tuple[Tensor, Tensor]:
-        key_states = keys.dequantize().transpose(-1, -2).flatten(-3, -2)
         value_states = values.dequantize().flatten(-3, -2)
-        key_states = self._rotate(key_states)
+        key_states = self._rotate(dequantize_keys(keys))
         return key_states, self._rotate(value_states) if self.rotate_values else value_states
 
     def _rotate(self, states: Tensor) -> Tensor:
         self._hadamard = self._hadamard.to(states.device)
         return rotate(states, self._hadamard)
+
+
+def quantize_keys(keys: Tensor, settings: KVarNSettings) -> QuantizedTiles:
+    """Quantize rotated K, or a latent: [..., tokens, head_dim] → tiles [..., head_dim, tokens]."""
+    tiles = keys.float().unflatten(-2, (-1, settings.group_size)).transpose(-1, -2).contiguous()
+    if settings.encoder == "refined":
+        quantized = refine_tiles(tiles, settings.key_bits, settings, tokens="columns")
+    else:
+        quantized = quantize_tiles(tiles, settings.key_bits, settings)
+    note_saturation(quantized)
+    return quantized
+
+
+def dequantize_keys(keys: QuantizedTiles) -> Tensor:
+    """Undo `quantize_keys` up to the codes: float32 [..., tokens, head_dim]."""
+    return keys.dequantize().transpose(-1, -2).flatten(-3, -2)

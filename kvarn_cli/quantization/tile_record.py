@@ -116,10 +116,20 @@ def pack_records(keys: QuantizedTiles, values: QuantizedTiles, settings: KVarNSe
     """
     return torch.cat(
         (
-            pack_codes(keys.rows.codes, settings.key_bits).flatten(-2),
-            *map(_as_bytes, (keys.rows.scale, keys.rows.zero_point, keys.column_scale)),
+            pack_keys(keys, settings),
             pack_codes(values.rows.codes, settings.value_bits).flatten(-2),
             *map(_as_bytes, (values.column_scale, values.rows.scale, values.rows.zero_point)),
+        ),
+        dim=-1,
+    )
+
+
+def pack_keys(keys: QuantizedTiles, settings: KVarNSettings) -> Tensor:
+    """Lay out the part of a record that holds K, uint8 [..., bytes]."""
+    return torch.cat(
+        (
+            pack_codes(keys.rows.codes, settings.key_bits).flatten(-2),
+            *map(_as_bytes, (keys.rows.scale, keys.rows.zero_point, keys.column_scale)),
         ),
         dim=-1,
     )
@@ -129,43 +139,45 @@ def unpack_records(
     records: Tensor, head_dim: int, settings: KVarNSettings
 ) -> tuple[QuantizedTiles, QuantizedTiles]:
     """Undo `pack_records`: uint8 [..., record_bytes] → quantized K and V tiles."""
-    group_size = settings.group_size
-    key_codes, value_codes = (
-        head_dim * group_size * bits // 8 for bits in (settings.key_bits, settings.value_bits)
-    )
-    scale, zero_point = SCALE_DTYPES[settings.layout], torch.float16
-    channels, tokens = head_dim, group_size
-    parts = records.split(
+    keys, rest = unpack_keys(records, head_dim, settings)
+    tokens, dtype = settings.group_size, SCALE_DTYPES[settings.layout]
+    codes, column_scale, scale, zero_point = rest.split(
         [
-            key_codes,
-            channels * scale.itemsize,
-            channels * zero_point.itemsize,
-            tokens * scale.itemsize,
-            value_codes,
-            channels * scale.itemsize,
-            tokens * scale.itemsize,
-            tokens * zero_point.itemsize,
+            head_dim * tokens * settings.value_bits // 8,
+            head_dim * dtype.itemsize,
+            tokens * dtype.itemsize,
+            tokens * torch.float16.itemsize,
         ],
         dim=-1,
     )
-    key_scale, key_column, value_column, value_scale = (
-        _as_numbers(parts[index], scale) for index in (1, 3, 5, 6)
+    rows = RoundedRows(
+        unpack_codes(codes, settings.value_bits).unflatten(-1, (tokens, head_dim)),
+        _as_numbers(scale, dtype)[..., None],
+        _as_numbers(zero_point, torch.float16)[..., None],
     )
-    key_zero, value_zero = (_as_numbers(parts[index], zero_point) for index in (2, 7))
-    key_rows = RoundedRows(
-        unpack_codes(parts[0], settings.key_bits).unflatten(-1, (head_dim, group_size)),
-        key_scale[..., None],
-        key_zero[..., None],
+    return keys, QuantizedTiles(rows, _as_numbers(column_scale, dtype)[..., None, :])
+
+
+def unpack_keys(
+    records: Tensor, head_dim: int, settings: KVarNSettings
+) -> tuple[QuantizedTiles, Tensor]:
+    """Undo `pack_keys`; the bytes behind K's part come back as they are."""
+    tokens, dtype = settings.group_size, SCALE_DTYPES[settings.layout]
+    sizes = [
+        head_dim * tokens * settings.key_bits // 8,
+        head_dim * dtype.itemsize,
+        head_dim * torch.float16.itemsize,
+        tokens * dtype.itemsize,
+    ]
+    codes, scale, zero_point, column_scale, rest = records.split(
+        [*sizes, records.shape[-1] - sum(sizes)], dim=-1
     )
-    value_rows = RoundedRows(
-        unpack_codes(parts[4], settings.value_bits).unflatten(-1, (group_size, head_dim)),
-        value_scale[..., None],
-        value_zero[..., None],
+    rows = RoundedRows(
+        unpack_codes(codes, settings.key_bits).unflatten(-1, (head_dim, tokens)),
+        _as_numbers(scale, dtype)[..., None],
+        _as_numbers(zero_point, torch.float16)[..., None],
     )
-    return (
-        QuantizedTiles(key_rows, key_column[..., None, :]),
-        QuantizedTiles(value_rows, value_column[..., None, :]),
-    )
+    return QuantizedTiles(rows, _as_numbers(column_scale, dtype)[..., None, :]), rest
 
 
 def _as_bytes(scales: Tensor) -> Tensor:

@@ -12,12 +12,18 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer
 
 from kvarn_cli.errors import UnsupportedModelError, UsageError
+from kvarn_cli.quantization.latent_codec import LatentCodec, codec_for
 from kvarn_cli.quantization.saturation import watch_saturation
 from kvarn_cli.quantization.tile_codec import TileCodec
-from kvarn_cli.runtime.coverage import attention_head_dim, covered_layers
+from kvarn_cli.runtime.coverage import (
+    attention_head_dim,
+    check_fit,
+    covered_layers,
+    rope_key_dim,
+)
 from kvarn_cli.runtime.description import described_cache
 from kvarn_cli.settings import KVarNSettings
 
@@ -40,7 +46,8 @@ class KVarNLayer(DynamicLayer):  # type: ignore[no-untyped-call, unused-ignore]
 
     `keys` and `values` hold the exact tokens, the sink followed by the tail,
     [batch, kv_heads, tokens, head_dim]; `records` holds the packed tiles between them, uint8
-    [batch, kv_heads, tiles, record_bytes].
+    [batch, kv_heads, tiles, record_bytes]. An MLA layer has one KV head, whose `keys` are latents
+    and whose `values` are RoPE keys.
 
     `saturated_scales` counts stored scales that had to be clamped.
 
@@ -52,7 +59,7 @@ class KVarNLayer(DynamicLayer):  # type: ignore[no-untyped-call, unused-ignore]
     values: Tensor
     records: Tensor
 
-    def __init__(self, codec: TileCodec) -> None:
+    def __init__(self, codec: TileCodec | LatentCodec) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.codec = codec
         self.record_past = False
@@ -65,13 +72,14 @@ class KVarNLayer(DynamicLayer):  # type: ignore[no-untyped-call, unused-ignore]
             UnsupportedModelError: the states are not K and V of the configured head width.
         """
         widths = key_states.shape[-1], value_states.shape[-1]
-        if widths != (self.codec.head_dim, self.codec.head_dim):
+        if widths != self.codec.widths:
+            configured = " and ".join(map(str, dict.fromkeys(self.codec.widths)))
             raise UnsupportedModelError(
                 f"the model caches keys and values {widths[0]} and {widths[1]} wide, "
-                f"its configuration says {self.codec.head_dim}"
+                f"its configuration says {configured}"
             )
         batch, heads = key_states.shape[:2]
-        record_bytes = self.codec.settings.record_bytes(self.codec.head_dim)
+        record_bytes = self.codec.record_bytes
         self.dtype, self.device = key_states.dtype, key_states.device
         self.keys = key_states.new_empty(batch, heads, 0, widths[0])
         self.values = value_states.new_empty(batch, heads, 0, widths[1])
@@ -178,6 +186,10 @@ class KVarNLayer(DynamicLayer):  # type: ignore[no-untyped-call, unused-ignore]
         self.values = torch.cat((self.values[..., :sink, :], self.values[..., end:, :]), dim=-2)
 
 
+class KVarNIndexedLayer(KVarNLayer, DynamicIndexedLayer):
+    """A `KVarNLayer` of sparse attention, whose indexer's keys stay as transformers keeps them."""
+
+
 def _insert(exact: Tensor, packed: Tensor, sink: int) -> Tensor:
     head, tail = exact[..., :sink, :], exact[..., sink:, :]
     return torch.cat((head, packed.to(exact.dtype), tail), dim=-2)
@@ -192,12 +204,13 @@ class KVarNCache(Cache):
     Args:
         config: of the model.
         settings: of the quantizer.
-        fused: True when the rotation of V is fused into the model's weights.
+        fused: True when the rotation of V, or of the latent, is fused into the model's weights.
         covered: indices of the layers to pack; None means every full-attention layer.
 
     Raises:
         UnsupportedModelError: the model keeps no K and V per layer, its heads have a width that
             no record holds, or `covered` names a layer without full attention.
+        UsageError: the settings are of a latent cache and the model has none, or vice versa.
     """
 
     def __init__(
@@ -216,10 +229,13 @@ class KVarNCache(Cache):
                 f"layer {others[0]} of {config.model_type} has no full attention to pack",
                 hint="leave layers with a sliding window or a recurrent state out",
             )
-        codec = TileCodec(settings, attention_head_dim(config), rotate_values=not fused)
+        check_fit(config, settings)
+        width, rope_dim = attention_head_dim(config), rope_key_dim(config)
+        codec = codec_for(settings, width, width if rope_dim is None else rope_dim, fused=fused)
         layers = DynamicCache(config=config).layers
         for index in self.covered:
-            layers[index] = KVarNLayer(codec)
+            indexed = isinstance(layers[index], DynamicIndexedLayer)
+            layers[index] = KVarNIndexedLayer(codec) if indexed else KVarNLayer(codec)
         super().__init__(layers=layers)
 
     @classmethod
@@ -270,5 +286,5 @@ class KVarNCache(Cache):
             if isinstance(layer, KVarNLayer):
                 batch, heads = layer.records.shape[:2]
                 held += layer.records.nbytes
-                elements += 2 * batch * heads * layer.packed_tokens * layer.codec.head_dim
+                elements += batch * heads * layer.packed_tokens * sum(layer.codec.widths)
         return CacheMemory(held, 2 * elements)

@@ -11,16 +11,16 @@ from typing import Any
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import (
     DummyLayer,
+    DynamicIndexedLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionLayer,
 )
 
-from kvarn_cli.errors import UnsupportedModelError
-from kvarn_cli.settings import HEAD_DIMS
+from kvarn_cli.errors import UnsupportedModelError, UsageError
+from kvarn_cli.settings import DEFAULT_LATENT_PRESET, DEFAULT_PRESET, HEAD_DIMS, KVarNSettings
 
 _OTHER_CACHES = {
-    "kv_lora_rank": "the cache holds a latent (MLA), not keys and values",
     "is_heterogeneous": "layers differ in their shapes",
     "global_head_dim": "layers differ in their head width",
     "swa_head_dim": "layers differ in their head width",
@@ -30,6 +30,7 @@ _OTHER_CACHES = {
     "attention_k_eq_v": "some layers use K as V",
     "multi_query": "the number of KV heads is not num_key_value_heads",
 }
+_GROWING_LAYERS = {DynamicLayer, DynamicIndexedLayer}
 _EXACT_LAYERS: Mapping[type, str] = {
     DynamicSlidingWindowLayer: "attention through a window; backends keep its cache exact",
     LinearAttentionLayer: "its state has a fixed size; it has no KV cache",
@@ -50,7 +51,7 @@ def covered_layers(config: PreTrainedConfig, *, cover_sliding: bool = False) -> 
     Raises:
         UnsupportedModelError: the model caches something other than one K and one V per layer.
     """
-    kinds = {DynamicLayer, DynamicSlidingWindowLayer} if cover_sliding else {DynamicLayer}
+    kinds = _GROWING_LAYERS | ({DynamicSlidingWindowLayer} if cover_sliding else set())
     return tuple(index for index, kind in enumerate(_layer_kinds(config)) if kind in kinds)
 
 
@@ -63,17 +64,21 @@ def left_out_layers(config: PreTrainedConfig) -> dict[int, str]:
     return {
         index: _EXACT_LAYERS.get(kind, f"its cache is transformers' {kind.__name__}")
         for index, kind in enumerate(_layer_kinds(config))
-        if kind is not DynamicLayer
+        if kind not in _GROWING_LAYERS
     }
 
 
 def attention_head_dim(config: PreTrainedConfig) -> int:
     """Width of one attention head: the configuration's own value, else hidden size / heads.
 
+    Of an MLA model it is the width of the latent, which is what its cache holds.
+
     Raises:
         UnsupportedModelError: no packed cache takes this width, or the configuration has none.
     """
     text_config = _text_config(config)
+    if rope_key_dim(config) is not None:
+        return _latent_dim(text_config)
     head_dim = getattr(text_config, "head_dim", None)
     if head_dim is None:
         hidden_size = positive_number(text_config, "hidden_size")
@@ -90,6 +95,34 @@ def attention_head_dim(config: PreTrainedConfig) -> int:
         f"head_dim is {head_dim}; KVarN caches take {', '.join(map(str, HEAD_DIMS))}",
         hint=f"{_nearest(head_dim)}--rotation online does not help, since K is rotated by a "
         "Hadamard matrix of the same width",
+    )
+
+
+def rope_key_dim(config: PreTrainedConfig) -> int | None:
+    """Width of the RoPE key that an MLA model caches beside its latent.
+
+    Returns:
+        None for models that cache K and V; 0 where the latent is cached alone.
+    """
+    text_config = _text_config(config)
+    if not getattr(text_config, "kv_lora_rank", None):
+        return None
+    return int(getattr(text_config, "qk_rope_head_dim", None) or 0)
+
+
+def check_fit(config: PreTrainedConfig, settings: KVarNSettings) -> None:
+    """Refuse settings of a latent cache for a model without a latent, and the other way round.
+
+    Raises:
+        UsageError: naming a preset that fits.
+    """
+    latent = rope_key_dim(config) is not None
+    if latent == settings.latent:
+        return
+    cached = "a latent (MLA)" if latent else "K and V, no latent"
+    raise UsageError(
+        f"{settings.name} does not fit {architecture_of(config)}, which caches {cached}",
+        hint=f"use {DEFAULT_LATENT_PRESET if latent else DEFAULT_PRESET}",
     )
 
 
@@ -128,12 +161,13 @@ def _text_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 def _layer_kinds(config: PreTrainedConfig) -> list[type]:
     text_config = _text_config(config)
+    latent = rope_key_dim(config) is not None
     for key, meaning in _OTHER_CACHES.items():
-        if getattr(text_config, key, None):
+        if getattr(text_config, key, None) and not (latent and key == "v_head_dim"):
             raise UnsupportedModelError(
                 f"{architecture_of(text_config)} has {key} in its configuration: {meaning}",
                 hint="supported are decoders with one KV cache shape in all layers, such as "
-                "Llama, Mistral, Qwen2 and Qwen3",
+                "Llama, Mistral, Qwen2, Qwen3 and DeepSeek V3",
             )
     positive_number(text_config, "num_hidden_layers")
     try:
@@ -147,6 +181,17 @@ def _layer_kinds(config: PreTrainedConfig) -> list[type]:
             f"transformers makes no cache for {architecture_of(text_config)}: {error}",
             hint="a value in config.json may be wrong, such as sliding_window",
         ) from error
+
+
+def _latent_dim(text_config: PreTrainedConfig) -> int:
+    latent_dim = positive_number(text_config, "kv_lora_rank")
+    if latent_dim in HEAD_DIMS:
+        return latent_dim
+    raise UnsupportedModelError(
+        f"kv_lora_rank is {latent_dim}; KVarN caches take latents of "
+        f"{', '.join(map(str, HEAD_DIMS))} channels",
+        hint="the latent is rotated by a Hadamard matrix of its own width",
+    )
 
 
 def _nearest(head_dim: object) -> str:

@@ -2,9 +2,11 @@ import pytest
 from tiny_models import tiny_config
 from transformers import (
     DeepseekV3Config,
+    DeepseekV32Config,
     FalconH1Config,
     Gemma3nTextConfig,
     GPT2Config,
+    KimiLinearConfig,
     LlamaConfig,
     MistralConfig,
     PreTrainedConfig,
@@ -17,6 +19,7 @@ from kvarn_cli.runtime.coverage import (
     attention_head_dim,
     covered_layers,
     left_out_layers,
+    rope_key_dim,
 )
 
 
@@ -65,7 +68,6 @@ def test_recurrent_layers_have_their_own_reason() -> None:
 @pytest.mark.parametrize(
     ("config", "named"),
     [
-        (DeepseekV3Config(num_hidden_layers=2), "deepseek_v3 has kv_lora_rank"),
         (Gemma3nTextConfig(num_hidden_layers=4, num_kv_shared_layers=2), "num_kv_shared_layers"),
         (PreTrainedConfig(num_hidden_layers=2, attention_k_eq_v=True), "attention_k_eq_v"),
         (PreTrainedConfig(num_hidden_layers=2, global_head_dim=512), "global_head_dim"),
@@ -96,6 +98,22 @@ def test_head_dim_is_the_configured_one_even_where_heads_do_not_fill_the_hidden_
     config.head_dim = None
     assert attention_head_dim(config) == 64
     assert attention_head_dim(GPT2Config()) == 64
+
+
+def test_of_a_model_with_mla_the_latent_counts() -> None:
+    config = DeepseekV3Config(num_hidden_layers=2)
+    assert covered_layers(config) == (0, 1)
+    assert attention_head_dim(config) == 512
+    assert rope_key_dim(config) == 64
+    assert rope_key_dim(LlamaConfig()) is None
+    sparse = DeepseekV32Config(num_hidden_layers=3)
+    assert covered_layers(sparse) == (0, 1, 2)
+    assert left_out_layers(sparse) == {}
+    layers = ["linear_attention", "full_attention"]
+    hybrid = KimiLinearConfig(num_hidden_layers=2, layer_types=layers)
+    assert covered_layers(hybrid) == (1,)
+    with pytest.raises(UnsupportedModelError, match="kv_lora_rank is 384"):
+        attention_head_dim(DeepseekV3Config(kv_lora_rank=384))
 
 
 @pytest.mark.parametrize(

@@ -49,13 +49,14 @@ def parse_method(spec: str) -> Method:
         raise SettingsError(
             f"unknown method {name!r} in {spec!r}", hint=f"methods: {', '.join(METHODS)}"
         )
+    defaults = {field.name: field.default for field in fields(method) if field.compare}
     values: dict[str, object] = {}
     if preset:
         if not issubclass(method, PresetMethod):
             raise SettingsError(f"{name} has no presets: {spec!r}", hint=f"write {name}")
         named = KVarNSettings.from_name(preset)
-        values = {key: getattr(named, key) for key in ("key_bits", "value_bits", "group_size")}
-    defaults = {field.name: field.default for field in fields(method) if field.compare}
+        keys = ("key_bits", "value_bits", "group_size", "iterations")
+        values = {key: getattr(named, key) for key in keys if key in defaults}
     for option in options:
         key, _, text = option.partition("=")
         if key not in defaults or not text:

@@ -32,6 +32,7 @@ class Ablation(PresetMethod):
     """
 
     name: ClassVar[str] = "ablation"
+    takes_latents: ClassVar[bool] = True
 
     without: Literal["rotation", "normalization", "token_scales", "channel_scales"] = "rotation"
     iterations: int = KVarNSettings.iterations
@@ -43,31 +44,39 @@ class Ablation(PresetMethod):
     @property
     def label(self) -> str:
         """The spec that parses to this method; it always says what is left out."""
-        options = self._options(besides=("key_bits", "value_bits", "group_size", "without"))
-        return ",".join([f"{self.name}:{self.settings.name}", f"without={self.without}", *options])
+        name = self.settings.name
+        options = self._options(
+            besides=("key_bits", "value_bits", "group_size", "without"),
+            preset=KVarNSettings.from_name(name),
+        )
+        return ",".join([f"{self.name}:{name}", f"without={self.without}", *options])
 
     def reconstruct(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """See `Method.reconstruct`."""
-        hadamard = hadamard_matrix(keys.shape[-1], device=keys.device)
-        if self.without != "rotation":
-            keys, values = rotate(keys, hadamard), rotate(values, hadamard)
         tiled = (-1, self.group_size)
-        key_tiles = keys.float().unflatten(-2, tiled).transpose(-1, -2).contiguous()
-        value_tiles = values.float().unflatten(-2, tiled)
-        keys = self._decoded(key_tiles, self.key_bits, "token_scales").transpose(-1, -2)
-        values = self._decoded(value_tiles, self.value_bits, "channel_scales")
-        keys, values = keys.flatten(-3, -2), values.flatten(-3, -2)
-        if self.without != "rotation":
-            keys, values = rotate(keys, hadamard), rotate(values, hadamard)
-        return keys, values
+        key_tiles = self._rotated(keys).float().unflatten(-2, tiled).transpose(-1, -2).contiguous()
+        key_states = self._decoded(key_tiles, self.key_bits, "token_scales").transpose(-1, -2)
+        keys = self._rotated(key_states.flatten(-3, -2))
+        if self.settings.latent:
+            return keys, to_float16(values).float()
+        value_tiles = self._rotated(values).float().unflatten(-2, tiled)
+        value_states = self._decoded(value_tiles, self.value_bits, "channel_scales")
+        return keys, self._rotated(value_states.flatten(-3, -2))
 
     def bits_per_element(self, head_dim: int, num_kv_heads: int = 1) -> float:
         """Codes, row scales and zero points, and column scales where there are any."""
         key_rows, value_rows = 2 * _SCALE_BITS / self.group_size, 2 * _SCALE_BITS / head_dim
         key_columns = _SCALE_BITS / head_dim * self._has("token_scales")
+        if self.settings.latent:
+            return self.key_bits + key_rows + key_columns
         value_columns = _SCALE_BITS / self.group_size * self._has("channel_scales")
         scales = key_rows + key_columns + value_rows + value_columns
         return (self.key_bits + self.value_bits + scales) / 2
+
+    def _rotated(self, states: Tensor) -> Tensor:
+        if self.without == "rotation":
+            return states
+        return rotate(states, hadamard_matrix(states.shape[-1], device=states.device))
 
     def _has(self, scales: str) -> bool:
         return self.without not in ("normalization", scales)

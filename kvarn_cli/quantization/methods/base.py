@@ -8,9 +8,8 @@ from typing import ClassVar, Literal, Self
 
 from torch import Tensor
 
-from kvarn_cli.settings import KVarNSettings, check_choice
-
-EXACT_BITS = 16
+from kvarn_cli.errors import SettingsError
+from kvarn_cli.settings import EXACT_BITS, KVarNSettings, check_choice
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +34,8 @@ class Method(ABC):
     """Whether V is wanted in the original model's basis even where its rotation is fused."""
     keys_before_rope: ClassVar[bool] = False
     """Whether K is wanted as it is before RoPE."""
+    takes_latents: ClassVar[bool] = False
+    """Whether `reconstruct` takes a latent and a RoPE key in the place of K and V."""
     needs_fit: ClassVar[bool] = False
     """Whether `fit` has to come before `reconstruct`."""
     constant_bits: ClassVar[float] = 0.0
@@ -67,13 +68,17 @@ class Method(ABC):
         """The shortest spec that parses to this method, e.g. `fp8,sink_tokens=0`."""
         return ",".join([self.name, *self._options()])
 
-    def _options(self, *, besides: tuple[str, ...] = ()) -> list[str]:
+    def _options(
+        self, *, besides: tuple[str, ...] = (), preset: KVarNSettings | None = None
+    ) -> list[str]:
+        """The fields that differ from their defaults, or from the preset where it has them."""
+        defaults = {field.name: field.default for field in fields(self) if field.compare}
+        if preset is not None:
+            defaults |= {name: getattr(preset, name, value) for name, value in defaults.items()}
         return [
-            f"{field.name}={getattr(self, field.name)}"
-            for field in fields(self)
-            if field.compare
-            and field.name not in besides
-            and getattr(self, field.name) != field.default
+            f"{name}={getattr(self, name)}"
+            for name, default in defaults.items()
+            if name not in besides and getattr(self, name) != default
         ]
 
     def fit(self, layers: Mapping[int, tuple[Tensor, Tensor]]) -> Self:
@@ -95,8 +100,8 @@ class Method(ABC):
 
         Args:
             keys: [..., kv_heads, tokens, head_dim], any float dtype; tokens a multiple of
-                group_size; after RoPE unless `keys_before_rope`.
-            values: the same shape.
+                group_size; after RoPE unless `keys_before_rope`. Of an MLA model the latent.
+            values: the same shape. Of an MLA model the RoPE key, which stays exact in 16 bits.
 
         Returns:
             What the cache would give back for both, float32, the same shapes.
@@ -104,7 +109,10 @@ class Method(ABC):
 
     @abstractmethod
     def bits_per_element(self, head_dim: int, num_kv_heads: int = 1) -> float:
-        """Bits that one element of a packed token costs: codes, scales, zero points, outliers."""
+        """Bits that one element of a packed token costs: codes, scales, zero points, outliers.
+
+        Of a latent cache one element of the latent.
+        """
 
     def average_bits(self, num_tokens: int, head_dim: int, num_kv_heads: int = 1) -> float:
         """Bits per element of a whole cache of `num_tokens`.
@@ -126,18 +134,29 @@ class Method(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class PresetMethod(Method):
-    """A method whose code widths are chosen by a preset such as `k4v2_g128`.
+    """A method whose code widths are chosen by a preset such as `k4v2_g128` or `mla_k4_g128`.
 
     Attributes:
         key_bits: bits of one K code.
-        value_bits: bits of one V code.
+        value_bits: bits of one V code; 16 for a latent cache, see `KVarNSettings`.
     """
 
     key_bits: int = KVarNSettings.key_bits
     value_bits: int = KVarNSettings.value_bits
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.settings.latent and not self.takes_latents:
+            raise SettingsError(
+                f"{self.name} does not quantize latents, as {self.settings.name} asks for",
+                hint="use kvarn, ablation, quarot or kivi for a model with MLA",
+            )
+
     @property
     def label(self) -> str:
         """The shortest spec that parses to this method, e.g. `kvarn:k2v2_g128,iterations=16`."""
-        options = self._options(besides=("key_bits", "value_bits", "group_size"))
-        return ",".join([f"{self.name}:{self.settings.name}", *options])
+        name = self.settings.name
+        options = self._options(
+            besides=("key_bits", "value_bits", "group_size"), preset=KVarNSettings.from_name(name)
+        )
+        return ",".join([f"{self.name}:{name}", *options])

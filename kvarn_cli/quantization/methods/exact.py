@@ -5,7 +5,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvarn_cli.quantization.methods.base import EXACT_BITS, Method
+from kvarn_cli.quantization.methods.base import Method
+from kvarn_cli.settings import EXACT_BITS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,6 +14,7 @@ class Exact(Method):
     """Keeps K and V as they are, 16 bits an element."""
 
     name: ClassVar[str] = "exact"
+    takes_latents: ClassVar[bool] = True
 
     @property
     def label(self) -> str:

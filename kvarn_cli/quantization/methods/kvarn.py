@@ -5,8 +5,8 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
+from kvarn_cli.quantization.latent_codec import codec_for
 from kvarn_cli.quantization.methods.base import PresetMethod
-from kvarn_cli.quantization.tile_codec import TileCodec
 from kvarn_cli.settings import Encoder, KVarNSettings, Layout, check_choice
 
 
@@ -22,13 +22,14 @@ class KVarN(PresetMethod):
         std_max: upper clip of a standard deviation before its logarithm.
         layout: of the record; `paper-fp8` has scales in FP8.
         encoder: `reference` chooses codes and scales as public backends do, `refined` better.
-        value_rotation: `online` rotates V as it is cached, `fused` takes it as rotated already;
-            None leaves the choice to the model, and means `online` here.
+        value_rotation: `online` rotates V, or a latent, as it is cached, `fused` takes it as
+            rotated already; None leaves the choice to the model, and means `online` here.
 
     Source: KVarN (arXiv 2606.03458), section 3.
     """
 
     name: ClassVar[str] = "kvarn"
+    takes_latents: ClassVar[bool] = True
     plain_basis: ClassVar[bool] = False
 
     iterations: int = KVarNSettings.iterations
@@ -46,9 +47,8 @@ class KVarN(PresetMethod):
 
     def reconstruct(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """See `Method.reconstruct`."""
-        codec = TileCodec(
-            self.settings, keys.shape[-1], rotate_values=self.value_rotation != "fused"
-        )
+        widths = (keys.shape[-1], values.shape[-1])
+        codec = codec_for(self.settings, *widths, fused=self.value_rotation == "fused")
         return codec.reconstruct(keys, values)
 
     def bits_per_element(self, head_dim: int, num_kv_heads: int = 1) -> float:

@@ -8,13 +8,15 @@ from torch import Tensor
 from kvarn_cli.quantization.hadamard import hadamard_matrix, rotate
 from kvarn_cli.quantization.methods.base import PresetMethod
 from kvarn_cli.quantization.methods.kivi import SCALE_AND_ZERO_BITS, rtn_over_tokens
-from kvarn_cli.quantization.rounding import rtn_along
+from kvarn_cli.quantization.rounding import rtn_along, to_float16
 from kvarn_cli.settings import check_choice
 
 
 @dataclass(frozen=True, kw_only=True)
 class QuaRot(PresetMethod):
     """K and V rotated by H and rounded to nearest; V per token over the channels of a head.
+
+    A latent is packed as K is.
 
     Attributes:
         key_axis: `channel` rounds K per channel over the tokens of a group, as KIVI and KVarN do,
@@ -25,6 +27,7 @@ class QuaRot(PresetMethod):
     """
 
     name: ClassVar[str] = "quarot"
+    takes_latents: ClassVar[bool] = True
 
     key_axis: Literal["channel", "token"] = "channel"
 
@@ -35,16 +38,21 @@ class QuaRot(PresetMethod):
     def reconstruct(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """See `Method.reconstruct`."""
         hadamard = hadamard_matrix(keys.shape[-1], device=keys.device)
-        key_states, value_states = (rotate(states, hadamard) for states in (keys, values))
+        key_states = rotate(keys, hadamard)
         if self.key_axis == "channel":
             key_states = rtn_over_tokens(key_states, self.key_bits, self.group_size)
         else:
             key_states = rtn_along(key_states.float(), self.key_bits)
-        value_states = rtn_along(value_states.float(), self.value_bits)
-        return rotate(key_states, hadamard), rotate(value_states, hadamard)
+        key_states = rotate(key_states, hadamard)
+        if self.settings.latent:
+            return key_states, to_float16(values).float()
+        value_states = rtn_along(rotate(values, hadamard), self.value_bits)
+        return key_states, rotate(value_states, hadamard)
 
     def bits_per_element(self, head_dim: int, num_kv_heads: int = 1) -> float:
         """Codes, and a float16 scale and zero point per rounded row."""
         key_row = self.group_size if self.key_axis == "channel" else head_dim
-        rows = SCALE_AND_ZERO_BITS / key_row + SCALE_AND_ZERO_BITS / head_dim
-        return (self.key_bits + self.value_bits + rows) / 2
+        key = self.key_bits + SCALE_AND_ZERO_BITS / key_row
+        if self.settings.latent:
+            return key
+        return (key + self.value_bits + SCALE_AND_ZERO_BITS / head_dim) / 2
