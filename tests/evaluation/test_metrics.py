@@ -35,12 +35,11 @@ def _window(
         magnitude[0, 1, 7:9] = 9.0
         direction[0, 1, 7:9] = 3.0
     errors = _vector_errors(magnitude, direction)
-    hits = torch.zeros(NUM_TOKENS - 1, dtype=torch.bool)
     return WindowErrors(
         method=method,
         num_tokens=NUM_TOKENS,
         first_affected=first_affected,
-        logits=LogitErrors(kl, kl < 0.5, torch.full_like(kl, 2.0), 2.0 + kl, hits, hits),
+        logits=LogitErrors(kl, kl < 0.5, torch.full_like(kl, 2.0), 2.0 + kl),
         attention={
             0: torch.stack((affected, 2 * affected)),
             2: torch.stack((3 * affected, 4 * affected)),
