@@ -128,7 +128,7 @@ def measure_loop(
 ) -> None:
     """One round of one of the ways that the pass replaces, with its divergence."""
     num_tokens = exact.tokens.shape[1]
-    blocks = [step.end - step.start for step in decode_steps(num_tokens, SETTINGS)]
+    blocks = [tile.end - tile.start for tile in decode_steps(num_tokens, SETTINGS)]
     lengths = blocks if step == BLOCKS else [1] * num_tokens
     plain, cache = cpu_seconds(forward), CACHES[name](model)
     started = time.process_time()

@@ -16,13 +16,17 @@ def show_report(console: Console, errors: "ErrorReport") -> None:
     from kvarn_cli.evaluation.verdict import thresholds, verdict
 
     windows, results = errors.windows, errors.results
-    rotation = "V's rotation fused" if errors.fused else "V not rotated"
     done = results[0].num_windows
     count = f"{done} of {windows.num_samples}" if done < windows.num_samples else f"{done}"
     console.result(
-        f"{errors.model} ({rotation}), {count} {'window' if count == '1' else 'windows'} of "
+        f"{errors.model} ({errors.basis}), {count} {'window' if count == '1' else 'windows'} of "
         f"{windows.sequence_length:,} tokens, {windows.dataset}, {errors.compute_dtype}"
     )
+    if errors.rope_dim is not None:
+        console.result(
+            f"The cache holds latents (MLA): their {errors.head_dim} channels are quantized, the "
+            f"{errors.rope_dim} of the RoPE key stay exact; K in the tables is the latent."
+        )
     _show_predictions(console, results)
     _show_attention(console, results)
     _show_tokens(console, results)
