@@ -187,7 +187,8 @@ def _compare_fused(
 
 def _logits(model: PreTrainedModel, mode: Float64Mode) -> Tensor:
     generator = torch.Generator().manual_seed(_SEED)
-    tokens = torch.randint(VOCAB_SIZE, (1, _NUM_TOKENS), generator=generator)
+    vocab_size = getattr(model.config.get_text_config(decoder=True), "vocab_size", VOCAB_SIZE)
+    tokens = torch.randint(min(VOCAB_SIZE, vocab_size), (1, _NUM_TOKENS), generator=generator)
     try:
         with torch.no_grad(), mode:
             logits: Tensor = model(input_ids=tokens, use_cache=False).logits
