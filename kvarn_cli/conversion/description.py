@@ -20,16 +20,14 @@ from kvarn_cli.metadata import (
 from kvarn_cli.model.layout import HeadSlices, ModelLayout
 from kvarn_cli.quantization.hadamard import bent_signs
 
-_ATTENTION = r"(?:self_)?att(?:ention|n)"
-_OUTPUT = r"(?:o_proj|out_proj|c_proj|dense|wo)"
-
 
 def describe(
     plan: ConversionPlan, proof: ProofRecord | None, calibration: Calibration | None
 ) -> KVarNConfig:
     """Describe the converted model completely enough to rebuild every matrix."""
     head_dim = plan.cache.head_dim
-    attention, output = _covered_modules(plan)
+    attention = list(plan.attention_modules)
+    output = [path for path in plan.attention_modules.values() if path is not None]
     return KVarNConfig(
         kvarn_version=__version__,
         base_model=BaseModelReference(
@@ -71,28 +69,6 @@ def describe(
         proof=proof,
         calibration=calibration,
     )
-
-
-def attention_patterns(covered: Iterable[int]) -> tuple[str, str]:
-    """Targets that match the attention modules of these layers, and their output projections.
-
-    They know the names that transformers' decoders use.
-    """
-    layers = "|".join(map(str, covered))
-    attention = rf"re:(?:.*\.)?(?:{layers})\.{_ATTENTION}"
-    return f"{attention}$", rf"{attention}\.{_OUTPUT}$"
-
-
-def _covered_modules(plan: ConversionPlan) -> tuple[list[str], list[str]]:
-    """The attention modules of the covered layers, and their output projections.
-
-    Their names where V and O are known; otherwise one regular expression over the usual names.
-    """
-    if plan.layout is not None:
-        layers = [layer for layer in plan.layout.layers if layer.index in plan.cache.covered]
-        return [layer.module for layer in layers], [_module(layer.output) for layer in layers]
-    attention_pattern, output_pattern = attention_patterns(plan.cache.covered)
-    return [attention_pattern], [output_pattern]
 
 
 def _fused_value_rotation(layout: ModelLayout) -> Rotation:

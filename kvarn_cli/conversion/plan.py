@@ -3,18 +3,22 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from kvarn_cli.checkpoint.checkpoint import CONFIG_NAME, Checkpoint, open_checkpoint
+from kvarn_cli.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from kvarn_cli.checkpoint.output_folder import check_before_work
 from kvarn_cli.checkpoint.remote_headers import RemoteHeaders
 from kvarn_cli.checkpoint.shard_stream import rows_at_once
 from kvarn_cli.checkpoint.source import Source, fetch_weights, resolve_source
-from kvarn_cli.checkpoint.strict_json import read_object
+from kvarn_cli.conversion.fusing import (
+    RotationPlace,
+    find_tensors,
+    prove_unquantized,
+    unless_refused,
+)
 from kvarn_cli.errors import UnsupportedModelError, UsageError
 from kvarn_cli.evaluation.calibration import CalibrationText
 from kvarn_cli.evaluation.rehearsal import rehearse
@@ -23,22 +27,16 @@ from kvarn_cli.model.cache_layout import CacheLayout, find_cache_layout
 from kvarn_cli.model.cache_trace import TracedLayer, build_without_weights, trace_cache
 from kvarn_cli.model.layout import (
     FUSIBLE_DTYPES,
-    ONLINE_HINT,
     ModelLayout,
-    check_dtypes,
-    find_layout,
+    output_projections,
 )
 from kvarn_cli.model.loading import load_config, load_tokenizer
-from kvarn_cli.model.parameter_names import checkpoint_names
-from kvarn_cli.model.proof import Proof, prove_fusion
-from kvarn_cli.model.quantized_weights import quantized_format
+from kvarn_cli.model.parameter_names import checkpoint_modules
+from kvarn_cli.model.proof import Proof
 from kvarn_cli.settings import KVarNSettings
 from kvarn_cli.tensor_bytes import read_rows, to_tensor
 
-RotationPlace = Literal["auto", "fused", "online"]
 Note = Callable[[str], None]
-_Found = TypeVar("_Found")
-_MODELOPT_NAME = "hf_quant_config.json"
 _OUTPUT_DTYPES = {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}
 
 
@@ -79,6 +77,8 @@ class ConversionPlan:
         settings: of the quantizer.
         cache: which layers the packed cache covers.
         layout: the tensors to rotate; None when V is rotated online and no weight changes.
+        attention_modules: of the covered layers, with their output projections where these are
+            known, as the checkpoint spells them.
         parameters: by tensor to rotate, the parameter that the model class loads it into.
         not_fused: why V's rotation is not fused although it was to be where that is right.
         dtype: safetensors' name of the one that the output's plain floats get; None keeps theirs.
@@ -99,6 +99,7 @@ class ConversionPlan:
     settings: KVarNSettings
     cache: CacheLayout
     layout: ModelLayout | None
+    attention_modules: Mapping[str, str | None]
     parameters: Mapping[str, str]
     not_fused: str | None
     dtype: str | None
@@ -217,8 +218,12 @@ def plan_conversion(
         windows = validation.text.windows(tokenizer)
     proof, layout, not_fused = None, None, None
     if rotation != "online":
-        proof, not_fused = _unless_refused(
-            rotation, lambda: _prove(source, config, cache, trust_remote_code, note)
+        note("Proving the fusion on a small random instance of the model")
+        proof, not_fused = unless_refused(
+            rotation,
+            lambda: prove_unquantized(
+                source.folder, config, cache.head_dim, trust_remote_code=trust_remote_code
+            ),
         )
     if validation is not None:
         _rehearse_validation(config, trust_remote_code=trust_remote_code)
@@ -230,10 +235,9 @@ def plan_conversion(
         fetch_weights(source, token=token, cache_dir=cache_dir)
     checkpoint = open_checkpoint(source.folder, remote)
     if proof is not None:
-        arrangement = proof.arrangement
-        layout, not_fused = _unless_refused(
-            rotation,
-            lambda: _find_tensors(source, checkpoint, model_class, traced, cache, arrangement),
+        proven = proof
+        layout, not_fused = unless_refused(
+            rotation, lambda: find_tensors(checkpoint, model_class, traced, proven)
         )
     if output_dtype is not None and checkpoint.config.get("quantization_config"):
         raise UnsupportedModelError(
@@ -247,6 +251,7 @@ def plan_conversion(
         settings=settings,
         cache=cache,
         layout=layout[0] if layout else None,
+        attention_modules=_attention_modules(checkpoint, model_class, traced, cache),
         parameters=layout[1] if layout else {},
         not_fused=not_fused,
         dtype=output_dtype,
@@ -289,61 +294,16 @@ def _rehearse_validation(config: PreTrainedConfig, *, trust_remote_code: bool) -
         ) from error
 
 
-def _unless_refused(
-    rotation: RotationPlace, step: Callable[[], _Found]
-) -> tuple[_Found | None, str | None]:
-    """What a step of the fusion found, or why V's rotation is left to the engine."""
-    try:
-        return step(), None
-    except UnsupportedModelError as error:
-        if rotation == "fused":
-            raise
-        return None, str(error)
-
-
-def _prove(
-    source: Source,
-    config: PreTrainedConfig,
-    cache: CacheLayout,
-    trust_remote_code: bool,
-    note: Note,
-) -> Proof:
-    _refuse_quantized(source.folder, {})
-    note("Proving the fusion on a small random instance of the model")
-    return prove_fusion(config, cache.head_dim, trust_remote_code=trust_remote_code)
-
-
-def _find_tensors(
-    source: Source,
+def _attention_modules(
     checkpoint: Checkpoint,
     model: PreTrainedModel,
     traced: Mapping[int, TracedLayer],
     cache: CacheLayout,
-    arrangement: str,
-) -> tuple[ModelLayout, dict[str, str]]:
-    """The tensors to rotate, and the parameter that each is loaded into."""
-    infos = {name: checkpoint.info(name) for name in checkpoint.weight_map}
-    dtypes = {name: info.dtype for name, info in infos.items()}
-    _refuse_quantized(source.folder, dtypes)
-    layout = find_layout(model, traced, cache.head_dim, arrangement)
-    names = checkpoint_names(model, layout, {name: info.shape for name, info in infos.items()})
-    layout = layout.renamed(names)
-    check_dtypes(layout, dtypes)
-    return layout, {tensor: parameter for parameter, tensor in names.items()}
-
-
-def _refuse_quantized(folder: Path, dtypes: Mapping[str, str]) -> None:
-    found = quantized_format(_described_weights(folder), dtypes)
-    if found is not None:
-        raise UnsupportedModelError(
-            f"the weights are quantized already: {found}",
-            hint=f"fuse the unquantized checkpoint and quantize the result, or {ONLINE_HINT}",
-        )
-
-
-def _described_weights(folder: Path) -> dict[str, object]:
-    """config.json, with ModelOpt's own file where it describes the weights."""
-    described = read_object(folder / CONFIG_NAME)
-    if (folder / _MODELOPT_NAME).is_file():
-        described["quantization_config"] = read_object(folder / _MODELOPT_NAME)
-    return described
+) -> dict[str, str | None]:
+    outputs = output_projections(model, [traced[index].module for index in cache.covered])
+    paths = {path for pair in outputs.items() for path in pair if path is not None}
+    spelled = checkpoint_modules(model, paths, checkpoint.weight_map)
+    return {
+        spelled[attention]: None if output is None else spelled[output]
+        for attention, output in outputs.items()
+    }

@@ -197,6 +197,15 @@ def find_layout(
     return ModelLayout(head_dim, tuple(reversed(unique.values())))
 
 
+def output_projections(
+    model: PreTrainedModel, attention_modules: Iterable[str]
+) -> dict[str, str | None]:
+    """The output projection of each attention module, by path; None where its name is unknown."""
+    paths = {module: path for path, module in model.named_modules()}
+    found = {path: _output_projection(model, path) for path in attention_modules}
+    return {path: None if linear is None else paths[linear] for path, linear in found.items()}
+
+
 def has_joined_projections(model: PreTrainedModel, traced: Mapping[int, TracedLayer]) -> bool:
     """Whether some module computes V with Q and K in one projection."""
     return any(

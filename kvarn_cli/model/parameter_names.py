@@ -5,7 +5,7 @@ which the class keeps its decoder, or in an older way that transformers renames 
 names that count are the checkpoint's, and the rule between both is transformers' own.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -35,20 +35,14 @@ def checkpoint_names(
         UnsupportedModelError: the class would not load V or O from the checkpoint as they are, or
             would leave out a tensor that the checkpoint keeps beside them.
     """
-    conversions = get_model_conversion_mapping(model)
-    renamings = [rule for rule in conversions if isinstance(rule, WeightRenaming)]
-    converters = [rule for rule in conversions if isinstance(rule, WeightConverter)]
-    parameters = dict(model.state_dict())
+    parameters = model.state_dict()
     wanted = set(layout.tensors)
     found: dict[str, str] = {}
     unknown = []
-    for tensor in shapes:
-        parameter, rearranged = rename_source_key(
-            tensor, renamings, converters, model.base_model_prefix, parameters
-        )
-        if parameter not in parameters and rearranged is None:
+    for tensor, parameter, rearranged in _renamed(model, shapes):
+        if parameter not in parameters and not rearranged:
             unknown.append((parameter, tensor))
-        if parameter in wanted and rearranged is None:
+        if parameter in wanted and not rearranged:
             if parameter in found:
                 raise UnsupportedModelError(
                     f"{type(model).__name__} loads {parameter} from both {found[parameter]} and "
@@ -80,3 +74,39 @@ def checkpoint_names(
                 hint=ONLINE_HINT,
             )
     return found
+
+
+def checkpoint_modules(
+    model: PreTrainedModel, modules: Iterable[str], tensors: Iterable[str]
+) -> dict[str, str]:
+    """How a checkpoint spells the paths of modules.
+
+    Args:
+        model: the class that loads the checkpoint.
+        modules: paths in it.
+        tensors: names of the checkpoint's tensors.
+
+    Returns:
+        By path in the class; its own path where the checkpoint has no tensor of the module.
+    """
+    spelled = {module: module for module in modules}
+    for tensor, parameter, _ in _renamed(model, tensors):
+        parts = parameter.split(".")
+        for depth in range(1, len(parts)):
+            module = ".".join(parts[:-depth])
+            if module in spelled:
+                spelled[module] = tensor.rsplit(".", depth)[0]
+    return spelled
+
+
+def _renamed(model: PreTrainedModel, tensors: Iterable[str]) -> Iterator[tuple[str, str, bool]]:
+    """Each tensor, the parameter it is loaded into, and whether it is rearranged on the way."""
+    conversions = get_model_conversion_mapping(model)
+    renamings = [rule for rule in conversions if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in conversions if isinstance(rule, WeightConverter)]
+    parameters = dict(model.state_dict())
+    for tensor in tensors:
+        parameter, rearranged = rename_source_key(
+            tensor, renamings, converters, model.base_model_prefix, parameters
+        )
+        yield tensor, parameter, rearranged is not None

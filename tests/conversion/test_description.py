@@ -11,13 +11,7 @@ from safetensors.torch import load_file
 from tiny_models import build_tiny_checkpoint
 from transformers import (
     AutoModelForCausalLM,
-    FalconConfig,
-    GPT2Config,
-    GPTNeoXConfig,
-    Phi3Config,
 )
-
-from kvarn_cli.conversion.description import attention_patterns
 
 
 def matrix_of(rotation):
@@ -129,25 +123,6 @@ def test_only_modules_of_covered_layers_are_rotated_online(mixed, tmp_path, rota
         assert applied["v_cache"][0] == attention
         assert applied["input"][0] == {"model.layers.1.self_attn.o_proj"}
         assert applied["input"][1]["inverse"] is True
-
-
-@pytest.mark.parametrize(
-    ("config", "attention", "output"),
-    [
-        (GPT2Config(n_layer=12), "transformer.h.{}.attn", "c_proj"),
-        (GPTNeoXConfig(num_hidden_layers=12), "gpt_neox.layers.{}.attention", "dense"),
-        (Phi3Config(num_hidden_layers=12), "model.layers.{}.self_attn", "o_proj"),
-        (FalconConfig(num_hidden_layers=12), "transformer.h.{}.self_attention", "dense"),
-    ],
-)
-def test_attention_of_other_layouts_is_found_by_its_usual_names(config, attention, output):
-    with torch.device("meta"):
-        names = [name for name, _ in AutoModelForCausalLM.from_config(config).named_modules()]
-    found, outputs = attention_patterns((1, 11))
-    assert full_matches([found], names) == {attention.format(1), attention.format(11)}
-    assert full_matches([outputs], names) == {
-        f"{attention.format(index)}.{output}" for index in (1, 11)
-    }
 
 
 def test_the_cache_is_described(fused):

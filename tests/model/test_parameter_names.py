@@ -5,7 +5,7 @@ from transformers import GPT2Config
 
 from kvarn_cli.errors import UnsupportedModelError
 from kvarn_cli.model.cache_trace import build_without_weights
-from kvarn_cli.model.parameter_names import checkpoint_names
+from kvarn_cli.model.parameter_names import checkpoint_modules, checkpoint_names
 
 V, O = "model.layers.1.self_attn.v_proj", "model.layers.1.self_attn.o_proj"  # noqa: E741
 
@@ -116,3 +116,15 @@ def test_what_is_not_in_attention_of_the_models_layers_is_no_obstacle(extra):
     config = tiny_config("llama")
     shapes = shapes_of(config)
     assert names_of(config, shapes | {extra: (16,)}) == names_of(config, shapes)
+
+
+def test_modules_are_spelled_as_in_the_checkpoint():
+    config = tiny_config("llama")
+    model = build_without_weights(config)
+    tensors = [name.removeprefix("model.") for name in shapes_of(config)]
+    paths = ["model.layers.0.self_attn", "model.layers.0.self_attn.o_proj", "model.nowhere"]
+    assert checkpoint_modules(model, paths, tensors) == {
+        "model.layers.0.self_attn": "layers.0.self_attn",
+        "model.layers.0.self_attn.o_proj": "layers.0.self_attn.o_proj",
+        "model.nowhere": "model.nowhere",
+    }
