@@ -18,7 +18,18 @@ _METHODS = {
     "modelopt": "ModelOpt",
     "mxfp4": "MXFP4",
 }
-_NARROW_DTYPES = {"I8", "U8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F4", "F6_E2M3", "F6_E3M2"}
+_CODE_DTYPES = {
+    "I8",
+    "U8",
+    "I32",
+    "U32",
+    "F8_E4M3",
+    "F8_E5M2",
+    "F8_E8M0",
+    "F4",
+    "F6_E2M3",
+    "F6_E3M2",
+}
 _PACKED_ENDINGS = {
     ".qweight": "GPTQ or AWQ",
     ".weight_packed": "compressed-tensors",
@@ -51,7 +62,7 @@ def quantized_format(config: Mapping[str, Any], dtypes: Mapping[str, str]) -> st
             if tensor.endswith(ending) and dtype not in {"BF16", "F16", "F64"}:
                 return f"{name} ({tensor})"
     for tensor, dtype in dtypes.items():
-        if tensor.endswith(".weight") and dtype in _NARROW_DTYPES:
+        if tensor.endswith(".weight") and dtype in _CODE_DTYPES:
             return f"{dtype} ({tensor})"
     return None
 

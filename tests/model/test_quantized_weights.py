@@ -52,6 +52,7 @@ def test_a_description_names_the_format(described, name, key):
         ({"model.layers.0.mlp.experts.gate_up_proj_blocks": "U8"}, "MXFP4"),
         ({f"{V}.weight": "F8_E4M3", f"{V}.weight_scale": "F32"}, "F8_E4M3"),
         ({f"{V}.weight": "I8"}, "I8"),
+        ({f"{V}.weight": "U32", f"{V}.scales": "BF16", f"{V}.biases": "BF16"}, "U32"),
     ],
 )
 def test_tensors_alone_name_the_format(tensors, name):
