@@ -1,13 +1,15 @@
 """How long a conversion takes next to copying the files, and how much memory it holds.
 
-    python benchmarks/conversion.py [--gigabytes 4] [--runs 3] [--folder DIR] [--cold]
+    python benchmarks/conversion.py [--gigabytes 4] [--runs 3] [--slow-runs 1] [--folder DIR]
+                                    [--cold] [--leave-out NAME ...]
 
 Makes a synthetic checkpoint of Qwen3 layers in bfloat16 shards, then runs in turn, each in a
 process of its own and each up to the fsync of every file it wrote:
 
     cp -r                          the files as they are
-    load, rotate, save             through transformers, with the same rotation
-    kvarn convert --no-validate    the whole command; start-up and proof apart from the writing
+    load, rotate, save             through transformers, with the same rotation; --slow-runs times
+    kvarn convert --no-validate    the whole command; seconds of the writing, and apart from it
+                                   start-up, proof on a small instance, check of the real weights
     the writing alone              the same writer in a process that proves and checks nothing
 
 Prints medians, the ratio to `cp -r`, and the peak resident memory of each process.
@@ -53,43 +55,52 @@ CONFIG = {
 PAUSE_SECONDS = 3.0
 """Before each run, so that a disk with a budget of bytes (as in the cloud) has it for everyone."""
 
-LOAD_ROTATE_SAVE = """
+ROTATED_TENSORS = """
 import sys, time
+from pathlib import Path
+from kvarn_cli.metadata import KVarNConfig
+from kvarn_cli.model.layout import AttentionLayer, HeadSlices, ModelLayout
+metadata = KVarNConfig.model_validate_json(sys.argv[3])
+rotation = metadata.rotations.value
+slices = [
+    HeadSlices(name, tensor.axis, tuple(tensor.first_channels), rotation.head_dim)
+    for name, tensor in rotation.tensors.items()
+]
+layout = ModelLayout(rotation.head_dim, tuple(AttentionLayer(0, "", (), one) for one in slices))
+"""
+
+LOAD_ROTATE_SAVE = (
+    ROTATED_TENSORS
+    + """
 import torch
 from transformers import AutoModelForCausalLM
 from kvarn_cli.model.fusion import tensor_rotations
-from kvarn_cli.model.layout import find_layout
 start = time.perf_counter()
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype="auto")
 weights = dict(model.named_parameters())
-shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
 with torch.no_grad():
-    for name, rotate in tensor_rotations(find_layout(model.config, shapes)).items():
+    for name, rotate in tensor_rotations(layout).items():
         weights[name].copy_(rotate(weights[name]))
 model.save_pretrained(sys.argv[2], max_shard_size="1GB")
 sys.stderr.write(f"\\nseconds {time.perf_counter() - start}\\n")
 """
+)
 
-WRITE_ALONE = """
-import sys, time
-from pathlib import Path
-from transformers import AutoConfig
+WRITE_ALONE = (
+    ROTATED_TENSORS
+    + """
 from kvarn_cli.checkpoint.checkpoint import open_checkpoint
 from kvarn_cli.checkpoint.writer import CheckpointWriter
 from kvarn_cli.conversion.output import write_output
 from kvarn_cli.conversion.patches import conversion_patches
-from kvarn_cli.metadata import KVarNConfig
-from kvarn_cli.model.layout import find_layout
 start = time.perf_counter()
 checkpoint = open_checkpoint(Path(sys.argv[1]))
-shapes = {name: checkpoint.info(name).shape for name in checkpoint.weight_map}
-layout = find_layout(AutoConfig.from_pretrained(sys.argv[1]), shapes)
 patches = conversion_patches(checkpoint, layout, None)
-metadata = KVarNConfig.model_validate_json(sys.argv[3])
 with CheckpointWriter(checkpoint, Path(sys.argv[2]), patches=patches, plan={}) as writer:
     write_output(writer, checkpoint, metadata, None)
 sys.stderr.write(f"\\nseconds {time.perf_counter() - start}\\n")
 """
+)
 
 
 class Run(NamedTuple):
@@ -97,12 +108,12 @@ class Run(NamedTuple):
 
     Attributes:
         seconds: of the work itself, up to the last fsync.
-        start_up_seconds: the rest: interpreter, imports, planning, proof.
+        others: seconds of other parts, by name; start-up is what no part claims.
         peak_bytes: largest resident memory.
     """
 
     seconds: float
-    start_up_seconds: float
+    others: dict[str, float]
     peak_bytes: int
 
 
@@ -180,13 +191,16 @@ def fsync_all(folder: Path) -> None:
         os.close(handle)
 
 
-def measure(command: list[str], output: Path, seconds_of: Callable[[str, float], float]) -> Run:
+def measure(
+    command: list[str], output: Path, parts_of: Callable[[str, float], dict[str, float]]
+) -> Run:
     """Run a process and the fsync of what it wrote.
 
     Args:
         command: to run.
         output: folder that it writes; removed afterwards.
-        seconds_of: from what the process printed and its whole time to the time of its work.
+        parts_of: from what the process printed and its whole time to the seconds of its parts,
+            among them `work`.
     """
     with tempfile.TemporaryFile() as said:
         start = time.perf_counter()
@@ -202,16 +216,23 @@ def measure(command: list[str], output: Path, seconds_of: Callable[[str, float],
     fsync_all(output)
     synced = time.perf_counter() - start
     shutil.rmtree(output)
-    work = seconds_of(text, whole)
-    return Run(work + synced, whole - work, usage.ru_maxrss * 1024)
+    parts = parts_of(text, whole)
+    start_up = whole - sum(parts.values())
+    work = parts.pop("work")
+    return Run(work + synced, {"start-up": start_up, **parts}, usage.ru_maxrss * 1024)
 
 
-def _seconds_line(text: str, whole: float) -> float:
-    return float(text.rsplit("seconds ", 1)[1])
+def _all_of_it(text: str, whole: float) -> dict[str, float]:
+    return {"work": whole}
 
 
-def _writing_stage(text: str, whole: float) -> float:
-    return float(json.loads(text[text.index("{\n") :])["elapsed_seconds"]["writing"])
+def _seconds_line(text: str, whole: float) -> dict[str, float]:
+    return {"work": float(text.rsplit("seconds ", 1)[1])}
+
+
+def _stages(text: str, whole: float) -> dict[str, float]:
+    elapsed = json.loads(text[text.index("{\n") :])["elapsed_seconds"]
+    return {"work": elapsed["writing"], "proof": elapsed["proof"], "check": elapsed["checks"]}
 
 
 def forget(folder: Path) -> None:
@@ -227,10 +248,10 @@ def contestants(source: Path, output: Path) -> Iterator[tuple[str, Callable[[], 
     python, here, there = sys.executable, str(source), str(output)
     convert = _convert(source, output)
     block = json.dumps(_metadata_like(source))
-    yield "cp -r", lambda: measure(["cp", "-r", here, there], output, lambda _, whole: whole)
-    save = [python, "-c", LOAD_ROTATE_SAVE, here, there]
+    yield "cp -r", lambda: measure(["cp", "-r", here, there], output, _all_of_it)
+    save = [python, "-c", LOAD_ROTATE_SAVE, here, there, block]
     yield "load, rotate, save", lambda: measure(save, output, _seconds_line)
-    yield "kvarn convert", lambda: measure(convert, output, _writing_stage)
+    yield "kvarn convert", lambda: measure(convert, output, _stages)
     alone = [python, "-c", WRITE_ALONE, here, there, block]
     yield "the writing alone", lambda: measure(alone, output, _seconds_line)
 
@@ -249,9 +270,15 @@ def _metadata_like(source: Path) -> dict[str, Any]:
         block: dict[str, Any] = json.loads((output / "config.json").read_text())["kvarn_config"]
     layers = range(json.loads((source / "config.json").read_text())["num_hidden_layers"])
     block["layers"]["covered"] = list(layers)
-    for application in block["rotations"]["value"]["apply"]:
-        (target,) = application["targets"]
-        application["targets"] = [target.replace(".0.", f".{layer}.") for layer in layers]
+    for rotation in block["rotations"].values():
+        for application in rotation["apply"]:
+            (target,) = application["targets"]
+            application["targets"] = [target.replace(".0.", f".{layer}.") for layer in layers]
+        rotation["tensors"] = {
+            name.replace(".0.", f".{layer}."): tensor
+            for layer in layers
+            for name, tensor in rotation["tensors"].items()
+        }
     return block
 
 
@@ -262,11 +289,31 @@ def _in_a_process_of_its_own(folder: Path, size_bytes: int) -> None:
     maker.join()
 
 
+def print_table(runs: dict[str, list[Run]]) -> None:
+    """Medians of each contestant, side by side with `cp -r`."""
+    copying = statistics.median(run.seconds for run in runs["cp -r"])
+    parts = ("start-up", "proof", "check")
+    heads = "".join(f"{part:>9}" for part in ("seconds", "to cp -r", *parts, "peak MB"))
+    print(f"{'':20}{heads}   each run")
+    for name, measured in runs.items():
+        seconds = statistics.median(run.seconds for run in measured)
+        others = "".join(
+            f"{statistics.median(run.others[part] for run in measured):9.2f}"
+            if part in measured[0].others
+            else " " * 9
+            for part in parts
+        )
+        peak = max(run.peak_bytes for run in measured) / 1e6
+        each = " ".join(f"{run.seconds:.2f}" for run in measured)
+        print(f"{name:20}{seconds:9.2f}{seconds / copying:9.2f}{others}{peak:9.0f}   {each}")
+
+
 def main() -> None:
     """Measure and print one table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gigabytes", type=float, default=4)
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--slow-runs", type=int, default=1, help="of load, rotate, save")
     parser.add_argument("--folder", type=Path, help="where to work; default: a temporary folder")
     parser.add_argument("--cold", action="store_true", help="drop the source from the page cache")
     parser.add_argument("--leave-out", nargs="*", default=[], metavar="NAME")
@@ -285,24 +332,16 @@ def main() -> None:
         for name in arguments.leave_out:
             del entries[name]
         runs: dict[str, list[Run]] = {name: [] for name in entries}
-        for _ in range(arguments.runs):
+        for turn in range(arguments.runs):
             for name, run in entries.items():
+                if name == "load, rotate, save" and turn >= arguments.slow_runs:
+                    continue
                 if arguments.cold:
                     forget(source)
                 os.sync()
                 time.sleep(PAUSE_SECONDS)
                 runs[name].append(run())
-        copying = statistics.median(run.seconds for run in runs["cp -r"])
-        print(f"{'':20} {'seconds':>8} {'to cp -r':>9} {'start-up':>9} {'peak MB':>8}   each run")
-        for name, measured in runs.items():
-            seconds = statistics.median(run.seconds for run in measured)
-            start_up = statistics.median(run.start_up_seconds for run in measured)
-            peak = max(run.peak_bytes for run in measured) / 1e6
-            each = " ".join(f"{run.seconds:.2f}" for run in measured)
-            print(
-                f"{name:20} {seconds:8.2f} {seconds / copying:9.2f} {start_up:9.2f} {peak:8.0f}"
-                f"   {each}"
-            )
+        print_table(runs)
 
 
 if __name__ == "__main__":

@@ -87,6 +87,8 @@ def run_conversion(
         report("writing", 0, checkpoint.shard_bytes)
         write_output(writer, checkpoint, metadata, plan.dtype)
         elapsed = {"checks": checked - start, "writing": time.perf_counter() - checked}
+        if plan.proof is not None:
+            elapsed["proof"] = plan.proof.elapsed_seconds
     return Conversion(plan.output, metadata, tuple(shown["warnings"]), elapsed)
 
 

@@ -40,7 +40,7 @@ from torch import Tensor
 
 from kvarn_cli.errors import CheckpointError, UnsupportedModelError
 from kvarn_cli.model.layout import FUSIBLE_DTYPES, ONLINE_HINT, HeadSlices, ModelLayout
-from kvarn_cli.quantization.hadamard import fused_rotation, rotate
+from kvarn_cli.quantization.hadamard import fused_rotation
 
 
 class TensorRotation(Protocol):
@@ -83,8 +83,13 @@ def rotate_heads(
     Returns:
         Shape of `rows`; computed in float32 (float64 stays) and rounded once.
     """
-    vectors = rotate(take_heads(rows, heads, first_row), rotation)
-    return put_heads(rows.to(dtype or rows.dtype, copy=True), heads, vectors, first_row)
+    wide = rows.to(torch.promote_types(rows.dtype, torch.float32), copy=True)
+    rotation = rotation.to(wide)
+    for start, count in _runs(_starts(rows, heads, first_row), heads.head_dim):
+        run = wide.narrow(heads.axis, start, count * heads.head_dim)
+        run = run.unflatten(heads.axis, (count, heads.head_dim))
+        run.copy_(rotation.T @ run if heads.axis < rows.ndim - 1 else run @ rotation)
+    return wide.to(dtype or rows.dtype)
 
 
 def take_heads(rows: Tensor, heads: HeadSlices, first_row: int = 0) -> Tensor:
@@ -128,6 +133,18 @@ def _starts(rows: Tensor, heads: HeadSlices, first_row: int) -> list[int]:
     offset = first_row if heads.axis == 0 else 0
     channels = range(offset, offset + rows.shape[heads.axis])
     return [start - offset for start in heads.starts if start in channels]
+
+
+def _runs(starts: list[int], head_dim: int) -> list[tuple[int, int]]:
+    """First channel and number of heads that lie side by side."""
+    runs: list[tuple[int, int]] = []
+    for start in starts:
+        first, count = runs[-1] if runs else (start, 0)
+        if start == first + count * head_dim:
+            runs[-1:] = [(first, count + 1)]
+        else:
+            runs.append((start, 1))
+    return runs
 
 
 def tensor_rotations(

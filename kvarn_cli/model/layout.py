@@ -7,15 +7,18 @@ class with each proposal and keeps the one that changes nothing.
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from kvarn_cli.errors import UnsupportedModelError
-from kvarn_cli.model.cache_trace import TracedLayer
+
+if TYPE_CHECKING:  # the classes of models take two seconds and 100 MB, which writing can spare
+    from transformers import PreTrainedModel
+
+    from kvarn_cli.model.cache_trace import TracedLayer
 
 FUSIBLE_DTYPES = {
     "F16": torch.float16,
@@ -172,7 +175,7 @@ class ModelLayout:
 
 
 def find_layout(
-    model: PreTrainedModel, traced: Mapping[int, TracedLayer], head_dim: int, arrangement: str
+    model: "PreTrainedModel", traced: "Mapping[int, TracedLayer]", head_dim: int, arrangement: str
 ) -> ModelLayout:
     """Find V and O of every attention module whose values are `head_dim` wide.
 
@@ -198,7 +201,7 @@ def find_layout(
 
 
 def output_projections(
-    model: PreTrainedModel, attention_modules: Iterable[str]
+    model: "PreTrainedModel", attention_modules: Iterable[str]
 ) -> dict[str, str | None]:
     """The output projection of each attention module, by path; None where its name is unknown."""
     paths = {module: path for path, module in model.named_modules()}
@@ -206,7 +209,7 @@ def output_projections(
     return {path: None if linear is None else paths[linear] for path, linear in found.items()}
 
 
-def has_joined_projections(model: PreTrainedModel, traced: Mapping[int, TracedLayer]) -> bool:
+def has_joined_projections(model: "PreTrainedModel", traced: "Mapping[int, TracedLayer]") -> bool:
     """Whether some module computes V with Q and K in one projection."""
     return any(
         _child(model.get_submodule(layer.module), _VALUE_NAMES) is None
@@ -234,9 +237,9 @@ def check_dtypes(layout: ModelLayout, dtypes: Mapping[str, str]) -> None:
 
 
 def _attention_layer(
-    model: PreTrainedModel,
+    model: "PreTrainedModel",
     index: int,
-    traced: TracedLayer,
+    traced: "TracedLayer",
     names: Mapping[Tensor, str],
     head_starts: HeadStarts,
 ) -> AttentionLayer:
@@ -294,7 +297,7 @@ def _attention_layer(
     )
 
 
-def _output_projection(model: PreTrainedModel, path: str) -> Linear | None:
+def _output_projection(model: "PreTrainedModel", path: str) -> Linear | None:
     """Inside the attention module, or beside it, as in BERT's relatives."""
     found = _child(model.get_submodule(path), _OUTPUT_NAMES)
     if found is not None:

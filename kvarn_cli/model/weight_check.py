@@ -176,7 +176,7 @@ def _values(blocks: Iterable[_Block], part: HeadSlices, *, is_bias: bool) -> _Va
         after[block.heads] += block.after.double().mT @ seen
         squares = _rounding_error(block.after).square()
         error[block.heads] += (squares * seen.square().sum(1)[:, None]).sum(1)
-        alive[block.heads] |= block.before.flatten(1).any(1)
+        alive[block.heads] |= block.before.abs().amax((1, 2)) > 0
     return _Values(before, after, error, alive)
 
 
@@ -224,7 +224,7 @@ def _outputs(
         old_weight, new_weight = block.before.double(), block.after.double()
         weight[block.heads] += new_weight.square().sum(1)
         error[block.heads] += _rounding_error(block.after).square().sum(1)
-        alive[block.heads] |= block.before.flatten(1).any(1)
+        alive[block.heads] |= block.before.abs().amax((1, 2)) > 0
         for squares, value in zip(distance, values, strict=True):
             read = kv_heads[block.heads]
             old = old_weight @ value.before[read]
