@@ -317,6 +317,11 @@ class KVarNConfig(_Block):
     calibration: Calibration | None = Field(description="null when validation was left out")
 
     @property
+    def rotated(self) -> str:
+        """What the rotation that can be fused acts on, in words."""
+        return "the latent" if self.cache.settings.latent else "V"
+
+    @property
     def fused(self) -> bool:
         """Whether the rotation of V, or of the latent, is already in the weights."""
         return self.rotations.value.where == "fused"

@@ -281,8 +281,8 @@ def _refuse_converted(config: dict[str, object], source: Source) -> None:
     block = KVarNConfig.from_config_dict(config)
     if block is not None:
         raise UnsupportedModelError(
-            f"{source.name} was converted already, to {block.cache.dtype} with V's rotation "
-            f"{block.rotations.value.where}; converting it twice would rotate V twice",
+            f"{source.name} was converted already, to {block.cache.dtype} with {block.rotated}'s "
+            f"rotation {block.rotations.value.where}; converting it twice would rotate twice",
             hint=f"convert the original again: {block.base_model.name}",
         )
 
