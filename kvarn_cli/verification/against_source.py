@@ -11,8 +11,8 @@ arithmetic that made it, d the head's width and r the root mean square of the d 
 mixed into w), then the vector turned back differs from the source's by at most the length of
 e(w) over its d entries. A tensor that was not rotated, or rotated otherwise, differs by about
 its own length: hundreds of times as much. What reads a latent is turned back to the source's
-columns times the folded norm's gain, and the norm itself must scale nothing. All other tensors must be equal, bit by bit or, where
-the conversion changed the dtype, after the same rounding.
+columns times the folded norm's gain, and the norm itself must scale nothing. All other tensors
+must be equal, bit by bit or, where the conversion changed the dtype, after the same rounding.
 """
 
 import math
@@ -81,8 +81,8 @@ def verify_against(
     checks.append(
         Check(
             "rotation",
-            f"{len(rotated)} tensors turned back{_folded(rotation)}; differences use {worst:.0%} of "
-            "one rounding",
+            f"{len(rotated)} tensors turned back{_folded(rotation)}; differences use "
+            f"{worst:.0%} of one rounding",
             tuple(rotation_problems),
         )
     )
