@@ -42,7 +42,11 @@ class BaseModelReference(_Block):
 
 
 class CacheFormat(_Block):
-    """How K and V of the covered layers are quantized and stored."""
+    """How K and V of the covered layers are quantized and stored.
+
+    Of an MLA model the latent is what is quantized, as K is, with `key_bits`; the RoPE key beside
+    it stays exact, `value_bits` is 16 and `rope_dim` its width.
+    """
 
     dtype: str = Field(description="name that backends take, e.g. kvarn_k4v2_g128")
     key_bits: int
@@ -54,7 +58,10 @@ class CacheFormat(_Block):
     std_min: float
     std_max: float
     layout: Layout = Field(description="of the record, see docs/cache-format.md")
-    head_dim: int
+    head_dim: int = Field(description="channels of K and V, or of the latent")
+    rope_dim: int | None = Field(
+        default=None, description="channels of the RoPE key beside a latent; null without a latent"
+    )
     record_bytes: int = Field(description="bytes of one tile of one KV head, K and V together")
     sink_tokens: int = Field(description="first tokens of a sequence that stay exact")
     residual: Literal["incomplete_tile"] = Field(
@@ -67,12 +74,15 @@ class CacheFormat(_Block):
     )
 
     @classmethod
-    def from_settings(cls, settings: KVarNSettings, head_dim: int) -> Self:
-        """Describe settings for one head width."""
+    def from_settings(
+        cls, settings: KVarNSettings, head_dim: int, rope_dim: int | None = None
+    ) -> Self:
+        """Describe settings for one head width, or for a latent and the RoPE key beside it."""
         return cls(
             dtype=settings.cache_dtype,
             head_dim=head_dim,
-            record_bytes=settings.record_bytes(head_dim),
+            rope_dim=rope_dim,
+            record_bytes=settings.record_bytes(head_dim, rope_dim or 0),
             **{name: getattr(settings, name) for name in _SETTINGS_FIELDS},
         )
 
@@ -85,11 +95,14 @@ class CacheFormat(_Block):
     def _describes_one_record(self) -> Self:
         try:
             settings = self.settings
-            expected = (settings.cache_dtype, settings.record_bytes(self.head_dim))
+            record_bytes = settings.record_bytes(self.head_dim, self.rope_dim or 0)
+            expected = (settings.cache_dtype, record_bytes)
         except SettingsError as error:
             raise ValueError(str(error)) from error
         if (self.dtype, self.record_bytes) != expected:
             raise ValueError(f"dtype and record_bytes should be {expected[0]} and {expected[1]}")
+        if settings.latent != (self.rope_dim is not None):
+            raise ValueError("value_bits is 16 where rope_dim is a number, and only there")
         return self
 
 
@@ -116,8 +129,10 @@ class Application(_Block):
     targets: list[str] = Field(
         description="modules, named as in the checkpoint; re: starts a regular expression"
     )
-    location: Literal["weight_output", "weight_input", "input", "q_attn", "k_cache", "v_cache"] = (
-        Field(description="as in compressed-tensors; v_cache is this format's own addition")
+    location: Literal[
+        "weight_output", "weight_input", "input", "q_attn", "k_cache", "v_cache", "latent_cache"
+    ] = Field(
+        description="as in compressed-tensors; v_cache and latent_cache are this format's own"
     )
     inverse: bool = False
 
@@ -132,6 +147,17 @@ class RotatedTensor(_Block):
     first_channels: list[Annotated[int, Field(ge=0)]] = Field(
         description="first channel of each head along that axis"
     )
+
+
+class FoldedNorm(_Block):
+    """A norm between a latent and what reads it, whose weight g was moved into the latter.
+
+    The columns of `into` were multiplied by g before they were rotated, g = weight + 1 - `unit`,
+    and the weight itself was set to `unit`, with which the norm scales nothing.
+    """
+
+    into: str = Field(description="the tensor that reads the latent")
+    unit: Literal[0, 1]
 
 
 class Rotation(_Block):
@@ -152,7 +178,10 @@ class Rotation(_Block):
     )
     apply: list[Application]
     tensors: dict[str, RotatedTensor] = Field(
-        default={}, description="every tensor that a fused rotation changed, by name"
+        default={}, description="every tensor that a fused rotation turned, by name"
+    )
+    folded_norms: dict[str, FoldedNorm] = Field(
+        default={}, description="every norm that was folded for it, by name of its weight"
     )
     not_fused: str | None = Field(
         default=None, description="why the rotation is online although fusing was tried"
@@ -162,7 +191,14 @@ class Rotation(_Block):
     def _tensors_hold_what_is_fused(self) -> Self:
         if bool(self.tensors) != (self.where == "fused"):
             raise ValueError("tensors must be listed where the rotation is fused, and only there")
+        if others := {norm.into for norm in self.folded_norms.values()} - self.tensors.keys():
+            raise ValueError(f"a norm is folded into {min(others)}, which is not listed")
         return self
+
+    @property
+    def changed_tensors(self) -> set[str]:
+        """Names of all tensors that a fused rotation changed."""
+        return self.tensors.keys() | self.folded_norms.keys()
 
     @model_validator(mode="after")
     def _one_sign_per_channel(self) -> Self:
@@ -180,12 +216,12 @@ class Rotation(_Block):
 class Rotations(_Block):
     """The rotations of K (and Q) and of V."""
 
-    key: Rotation
-    value: Rotation
+    key: Rotation | None = Field(description="null for a latent cache, whose RoPE key stays")
+    value: Rotation = Field(description="of V, or of the latent")
 
     @model_validator(mode="after")
     def _keys_are_rotated_online(self) -> Self:
-        if self.key.where != "online":
+        if self.key is not None and self.key.where != "online":
             raise ValueError("K cannot be fused: RoPE stands between W_K and the cache")
         return self
 
@@ -209,8 +245,9 @@ class ProofRecord(_Block):
 class EngineErrors(_Block):
     """Errors of the converted model on one kind of engine, against the original in full precision.
 
-    `honours_marker` quantizes V as the fused weights give it; `rotates_again` multiplies by H
-    first, as public engines do; `online` is an unfused model with V rotated by the engine.
+    `honours_marker` quantizes V, or the latent, as the fused weights give it; `rotates_again`
+    multiplies by H first, as public engines do; `online` is an unfused model that the engine
+    rotates.
     """
 
     engine: Literal["honours_marker", "rotates_again", "online"]
@@ -280,14 +317,25 @@ class KVarNConfig(_Block):
     calibration: Calibration | None = Field(description="null when validation was left out")
 
     @property
+    def rotated(self) -> str:
+        """What the rotation that can be fused acts on, in words."""
+        return "the latent" if self.cache.settings.latent else "V"
+
+    @property
     def fused(self) -> bool:
-        """Whether V's rotation is already in the weights."""
+        """Whether the rotation of V, or of the latent, is already in the weights."""
         return self.rotations.value.where == "fused"
+
+    @model_validator(mode="after")
+    def _rotates_what_is_cached(self) -> Self:
+        if (self.rotations.key is None) != self.cache.settings.latent:
+            raise ValueError("rotations.key is null for a latent cache, and only there")
+        return self
 
     @model_validator(mode="after")
     def _has_one_head_width(self) -> Self:
         for name, rotation in (("key", self.rotations.key), ("value", self.rotations.value)):
-            if rotation.head_dim != self.cache.head_dim:
+            if rotation is not None and rotation.head_dim != self.cache.head_dim:
                 raise ValueError(
                     f"rotations.{name} has head_dim {rotation.head_dim}, the cache "
                     f"{self.cache.head_dim}"

@@ -88,7 +88,7 @@ def test_the_command_says_in_words_what_is_quantized(deepseek, text):
     run = ["--num-samples", "1", "--sequence-length", "200", "--dataset", text.dataset]
     outcome = run_kvarn("inspect-errors", deepseek, "-m", "kvarn:mla_k2_g32", *run)
     assert outcome.exit_code == 0, outcome.stderr
-    assert outcome.stdout.startswith("deepseek (the latent not rotated), 1 windows of 200 tokens")
+    assert outcome.stdout.startswith("deepseek (the latent not rotated), 1 window of 200 tokens")
     assert "The cache holds latents (MLA): their 32 channels are quantized" in outcome.stdout
 
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from kvarn_cli.conversion.plan import ConversionPlan
     from kvarn_cli.conversion.run import Conversion
     from kvarn_cli.metadata import Calibration, ProofRecord, Thresholds
+    from kvarn_cli.model.cache_layout import CacheLayout
 
 
 class OutputDtype(StrEnum):
@@ -42,11 +43,21 @@ def convert(
         typer.Option("--output", "-o", metavar="DIR", help="Folder to write.", show_default=False),
     ] = None,
     preset: Annotated[
-        str, typer.Option(metavar="NAME", help="Cache settings: k{2,4}v{2,4}_g{32,64,128,256}.")
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="Cache settings: k{2,4}v{2,4}_g{32,64,128,256}; of models that cache a latent "
+            "(MLA) mla_k{2,4}_g{32,64,128,256}.",
+        ),
     ] = DEFAULT_PRESET,
     iterations: Annotated[
-        int, typer.Option(metavar="N", help="Passes of the variance normalization.")
-    ] = KVarNSettings.iterations,
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Passes of the variance normalization. Default: 8, with a latent 16.",
+            show_default=False,
+        ),
+    ] = None,
     encoder: Annotated[
         options.EncoderName,
         typer.Option(help="How tiles are packed: as public backends do, or with less error."),
@@ -106,9 +117,9 @@ def convert(
     if output is not None:
         after_interrupt += f"; it continues with what is finished in {output}.incomplete"
     with Console(as_json=as_json, quiet=quiet, after_interrupt=after_interrupt) as console:
-        settings = KVarNSettings.from_name(preset).with_(
-            iterations=iterations, encoder=encoder.value
-        )
+        settings = KVarNSettings.from_name(preset).with_(encoder=encoder.value)
+        if iterations is not None:
+            settings = settings.with_(iterations=iterations)
         thresholds = _thresholds(
             max_kl=max_kl, min_top1=min_top1, max_loss_increase=max_loss_increase
         )
@@ -191,9 +202,8 @@ def _show_plan(console: Console, plan: "ConversionPlan", summary: dict[str, Any]
         "cache": f"{settings.cache_dtype}, {summary['record_bytes']:,} bytes a record, "
         f"{summary['bits_per_element']:.4g} bits an element, {settings.encoder} encoder",
         "layers": f"{len(cache.covered)} of {len(cache.covered) + len(cache.left_out)} covered, "
-        f"{' or '.join(map(str, sorted(set(cache.kv_heads.values()))))} KV heads of "
-        f"{cache.head_dim}",
-        "rotation of V": where,
+        + _cached(cache),
+        "rotation" if plan.cache.rope_dim is not None else "rotation of V": where,
         "weights": f"{len(plan.checkpoint.shards)} files, {plan.checkpoint.shard_bytes:,} bytes; "
         f"{summary['bytes_rotated']:,} of them change",
         "read, written": f"{summary['bytes_read']:,} and {summary['bytes_written']:,} bytes",
@@ -232,6 +242,13 @@ def _show_plan(console: Console, plan: "ConversionPlan", summary: dict[str, Any]
         console.result(f"  {backend['backend']}: {told}")
 
 
+def _cached(cache: "CacheLayout") -> str:
+    if cache.rope_dim is not None:
+        return f"a latent of {cache.head_dim} and a RoPE key of {cache.rope_dim} channels"
+    heads = " or ".join(map(str, sorted(set(cache.kv_heads.values()))))
+    return f"{heads} KV heads of {cache.head_dim}"
+
+
 def _show_conversion(console: Console, conversion: "Conversion") -> None:
     metadata = conversion.metadata
     for warning in conversion.warnings:
@@ -242,7 +259,9 @@ def _show_conversion(console: Console, conversion: "Conversion") -> None:
         _show_calibration(console, metadata.calibration)
     value = metadata.rotations.value
     if value.not_fused is not None:
-        console.result(f"V's rotation is left to the engine: {value.not_fused}")
+        console.result(
+            f"The rotation of {metadata.rotated} is left to the engine: {value.not_fused}"
+        )
     console.result(f"Wrote {conversion.output} ({metadata.cache.dtype})")
     folder = shlex.quote(str(conversion.output))
     console.note(f'Try it: kvarn generate {folder} "Why is the sky blue?"')

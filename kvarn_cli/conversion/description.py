@@ -9,6 +9,7 @@ from kvarn_cli.metadata import (
     BaseModelReference,
     CacheFormat,
     Calibration,
+    FoldedNorm,
     KVarNConfig,
     Layers,
     LeftOutLayer,
@@ -26,6 +27,7 @@ def describe(
 ) -> KVarNConfig:
     """Describe the converted model completely enough to rebuild every matrix."""
     head_dim = plan.cache.head_dim
+    latent = plan.cache.rope_dim is not None
     attention = list(plan.attention_modules)
     output = [path for path in plan.attention_modules.values() if path is not None]
     return KVarNConfig(
@@ -35,7 +37,7 @@ def describe(
             revision=plan.source.revision,
             index_sha256=plan.checkpoint.index_sha256,
         ),
-        cache=CacheFormat.from_settings(plan.settings, head_dim),
+        cache=CacheFormat.from_settings(plan.settings, head_dim, plan.cache.rope_dim),
         layers=Layers(
             covered=list(plan.cache.covered),
             left_out=[
@@ -44,7 +46,9 @@ def describe(
             ],
         ),
         rotations=Rotations(
-            key=Rotation(
+            key=None
+            if latent
+            else Rotation(
                 signs=None,
                 head_dim=head_dim,
                 where="online",
@@ -53,14 +57,16 @@ def describe(
                     Application(targets=attention, location="k_cache"),
                 ],
             ),
-            value=_fused_value_rotation(plan.layout)
+            value=_fused_rotation(plan.layout)
             if plan.layout
             else Rotation(
                 signs=None,
                 head_dim=head_dim,
                 where="online",
                 apply=[
-                    Application(targets=attention, location="v_cache"),
+                    Application(
+                        targets=attention, location="latent_cache" if latent else "v_cache"
+                    ),
                     Application(targets=output, location="input", inverse=True),
                 ],
                 not_fused=plan.not_fused,
@@ -71,7 +77,7 @@ def describe(
     )
 
 
-def _fused_value_rotation(layout: ModelLayout) -> Rotation:
+def _fused_rotation(layout: ModelLayout) -> Rotation:
     value = [heads for layer in layout.layers for heads in layer.value]
     output = [layer.output for layer in layout.layers]
     return Rotation(
@@ -85,6 +91,11 @@ def _fused_value_rotation(layout: ModelLayout) -> Rotation:
         tensors={
             heads.tensor: RotatedTensor(axis=heads.axis, first_channels=list(heads.starts))
             for heads in (*value, *output)
+        },
+        folded_norms={
+            layer.norm.tensor: FoldedNorm(into=layer.output.tensor, unit=layer.norm.unit)
+            for layer in layout.layers
+            if layer.norm is not None
         },
     )
 

@@ -38,8 +38,9 @@ def plan_summary(plan: ConversionPlan, output: Path | None) -> dict[str, object]
         "dtype": plan.dtype,
         "proof": asdict(plan.proof) if plan.proof else None,
         "head_dim": cache.head_dim,
-        "record_bytes": settings.record_bytes(cache.head_dim),
-        "bits_per_element": settings.bits_per_element(cache.head_dim),
+        "rope_dim": cache.rope_dim,
+        "record_bytes": settings.record_bytes(*cache.widths),
+        "bits_per_element": settings.bits_per_element(*cache.widths),
         "layers_covered": list(cache.covered),
         "layers_left_out": [
             {"layer": layer.index, "reason": layer.reason} for layer in cache.left_out

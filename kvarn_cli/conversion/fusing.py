@@ -10,9 +10,10 @@ from kvarn_cli.checkpoint.checkpoint import CONFIG_NAME, Checkpoint
 from kvarn_cli.checkpoint.strict_json import read_object
 from kvarn_cli.errors import UnsupportedModelError
 from kvarn_cli.model.cache_trace import TracedLayer
-from kvarn_cli.model.layout import ONLINE_HINT, ModelLayout, check_dtypes, find_layout
+from kvarn_cli.model.layout import ONLINE_HINT, ModelLayout, check_dtypes
 from kvarn_cli.model.parameter_names import checkpoint_names
 from kvarn_cli.model.proof import Proof, prove_fusion
+from kvarn_cli.model.proposals import proposed_layout
 from kvarn_cli.model.quantized_weights import quantized_format
 
 RotationPlace = Literal["auto", "fused", "online"]
@@ -78,7 +79,7 @@ def find_tensors(
     infos = {name: checkpoint.info(name) for name in checkpoint.weight_map}
     dtypes = {name: info.dtype for name, info in infos.items()}
     _refuse_quantized(checkpoint.folder, dtypes)
-    layout = find_layout(model, traced, proof.head_dim, proof.arrangement)
+    layout = proposed_layout(model, traced, proof.head_dim, proof.arrangement)
     names = checkpoint_names(model, layout, {name: info.shape for name, info in infos.items()})
     layout = layout.renamed(names)
     check_dtypes(layout, dtypes)

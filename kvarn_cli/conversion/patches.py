@@ -34,7 +34,11 @@ def conversion_patches(
                     patches[name] = Patch(_on_bytes(change), dtype=dtype, recorded=False)
     if layout is not None:
         torch_dtype = None if dtype is None else FUSIBLE_DTYPES[dtype]
-        for name, rotate in tensor_rotations(layout, dtype=torch_dtype).items():
+
+        def read(name: str) -> Tensor:
+            return to_tensor(checkpoint.read(name), checkpoint.info(name))
+
+        for name, rotate in tensor_rotations(layout, read=read, dtype=torch_dtype).items():
             whole = checkpoint.info(name)
             patches[name] = Patch(_on_rows(rotate, whole), layout.row_step(name), dtype)
     return patches

@@ -25,6 +25,7 @@ from kvarn_cli.evaluation.rehearsal import rehearse
 from kvarn_cli.metadata import KVarNConfig, Thresholds
 from kvarn_cli.model.cache_layout import CacheLayout, find_cache_layout
 from kvarn_cli.model.cache_trace import TracedLayer, build_without_weights, trace_cache
+from kvarn_cli.model.latent_layout import latent_readers
 from kvarn_cli.model.layout import (
     FUSIBLE_DTYPES,
     ModelLayout,
@@ -33,6 +34,7 @@ from kvarn_cli.model.layout import (
 from kvarn_cli.model.loading import load_config, load_tokenizer
 from kvarn_cli.model.parameter_names import checkpoint_modules
 from kvarn_cli.model.proof import Proof
+from kvarn_cli.runtime.coverage import check_fit
 from kvarn_cli.settings import KVarNSettings
 from kvarn_cli.tensor_bytes import read_rows, to_tensor
 
@@ -134,17 +136,17 @@ class ConversionPlan:
     def cache_bytes(self, sequence_length: int) -> int:
         """Bytes of the covered layers' packed cache for one sequence, sink and tail in 16 bits."""
         heads = self.cache.total_kv_heads
-        return heads * self.settings.cache_bytes(sequence_length, self.cache.head_dim)
+        return heads * self.settings.cache_bytes(sequence_length, *self.cache.widths)
 
     def sixteen_bit_cache_bytes(self, sequence_length: int) -> int:
         """Bytes of the same layers' cache in float16."""
-        heads = self.cache.total_kv_heads
-        return heads * sequence_length * 2 * self.cache.head_dim * 2
+        exact = self.settings.with_(sink_tokens=sequence_length)
+        return self.cache.total_kv_heads * exact.cache_bytes(sequence_length, *self.cache.widths)
 
     @property
     def packed_bytes_per_token(self) -> float:
         """Bytes of the covered layers' packed tiles for one of their tokens."""
-        record_bytes = self.settings.record_bytes(self.cache.head_dim)
+        record_bytes = self.settings.record_bytes(*self.cache.widths)
         return self.cache.total_kv_heads * record_bytes / self.settings.group_size
 
 
@@ -212,6 +214,7 @@ def plan_conversion(
     model_class = build_without_weights(config, trust_remote_code=trust_remote_code)
     traced = trace_cache(model_class)
     cache = find_cache_layout(config, traced)
+    check_fit(config, settings)
     windows = None
     if validation is not None and not headers_only:
         tokenizer = load_tokenizer(source.folder, trust_remote_code=trust_remote_code)
@@ -278,8 +281,8 @@ def _refuse_converted(config: dict[str, object], source: Source) -> None:
     block = KVarNConfig.from_config_dict(config)
     if block is not None:
         raise UnsupportedModelError(
-            f"{source.name} was converted already, to {block.cache.dtype} with V's rotation "
-            f"{block.rotations.value.where}; converting it twice would rotate V twice",
+            f"{source.name} was converted already, to {block.cache.dtype} with {block.rotated}'s "
+            f"rotation {block.rotations.value.where}; converting it twice would rotate twice",
             hint=f"convert the original again: {block.base_model.name}",
         )
 
@@ -300,7 +303,9 @@ def _attention_modules(
     traced: Mapping[int, TracedLayer],
     cache: CacheLayout,
 ) -> dict[str, str | None]:
-    outputs = output_projections(model, [traced[index].module for index in cache.covered])
+    modules = [traced[index].module for index in cache.covered]
+    find_readers = output_projections if cache.rope_dim is None else latent_readers
+    outputs = find_readers(model, modules)
     paths = {path for pair in outputs.items() for path in pair if path is not None}
     spelled = checkpoint_modules(model, paths, checkpoint.weight_map)
     return {

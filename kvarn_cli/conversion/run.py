@@ -108,7 +108,9 @@ def _check(
     plan: ConversionPlan, force: bool, report: Report
 ) -> tuple[KVarNConfig, tuple[str, ...]]:
     """Look at the real weights and validate; what was found, as metadata, and warnings."""
-    rotations = tensor_rotations(plan.layout, dtype=plan.torch_dtype) if plan.layout else {}
+    rotations: Mapping[str, TensorRotation] = {}
+    if plan.layout is not None:
+        rotations = tensor_rotations(plan.layout, read=plan.read, dtype=plan.torch_dtype)
     proof, warnings = _check_fusion(plan, rotations, report)
     calibration = _validate(plan, rotations, report)
     if calibration is not None and calibration.misses and not force:

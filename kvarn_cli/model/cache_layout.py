@@ -11,7 +11,13 @@ from transformers import PreTrainedConfig
 
 from kvarn_cli.errors import UnsupportedModelError
 from kvarn_cli.model.cache_trace import TracedLayer
-from kvarn_cli.runtime.coverage import architecture_of, covered_layers, left_out_layers
+from kvarn_cli.runtime.coverage import (
+    architecture_of,
+    attention_head_dim,
+    covered_layers,
+    left_out_layers,
+    rope_key_dim,
+)
 from kvarn_cli.settings import HEAD_DIMS
 
 
@@ -28,14 +34,21 @@ class CacheLayout:
     """Which layers have a KV cache to quantize, and its shape.
 
     Attributes:
-        head_dim: channels of a head.
+        head_dim: channels of a head, or of the latent of an MLA model.
+        rope_dim: channels of the RoPE key beside a latent; None where K and V are cached.
         kv_heads: heads that are cached, by index of each layer that attends to the whole context.
         left_out: the other layers.
     """
 
     head_dim: int
+    rope_dim: int | None
     kv_heads: Mapping[int, int]
     left_out: tuple[LeftOutLayer, ...]
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Channels as the settings count them: of a head and 0, or of the latent and RoPE key."""
+        return self.head_dim, self.rope_dim or 0
 
     @property
     def covered(self) -> tuple[int, ...]:
@@ -69,11 +82,29 @@ def find_cache_layout(config: PreTrainedConfig, traced: Mapping[int, TracedLayer
             f"{architecture_of(config)} has no layer whose cache grows with the sequence: {reason}",
             hint="its cache is small already; there is nothing to convert",
         )
+    rope_dim = rope_key_dim(config)
     return CacheLayout(
-        head_dim=_common_width(config, layers),
+        head_dim=_common_width(config, layers)
+        if rope_dim is None
+        else _latent_width(config, layers, rope_dim),
+        rope_dim=rope_dim,
         kv_heads={index: layer.num_kv_heads for index, layer in layers.items()},
         left_out=tuple(LeftOutLayer(index, left_out[index]) for index in sorted(left_out)),
     )
+
+
+def _latent_width(
+    config: PreTrainedConfig, layers: Mapping[int, TracedLayer], rope_dim: int
+) -> int:
+    width = attention_head_dim(config)
+    for index, layer in layers.items():
+        if (layer.num_kv_heads, layer.key_width, layer.value_width) != (1, width, rope_dim):
+            raise UnsupportedModelError(
+                f"layer {index} of {architecture_of(config)} caches {layer.num_kv_heads} heads of "
+                f"{layer.key_width} and {layer.value_width} channels, not the latent of {width} "
+                f"and the RoPE key of {rope_dim} that its configuration names"
+            )
+    return width
 
 
 def _common_width(config: PreTrainedConfig, layers: Mapping[int, TracedLayer]) -> int:

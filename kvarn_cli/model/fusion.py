@@ -29,9 +29,20 @@ rows between those of Q and K, only has its heads in another place.
 It holds only while nothing but a mixing of rows happens between V and W_O. A gate or a norm over
 channels there does not commute with R; `proof` finds that out.
 
+**The latent of MLA models.** They cache the normalized latent C = N(X W_Aᵀ) diag(g), one row of
+width r a token, from which W_B makes K and V of all heads: C W_Bᵀ. N divides each row by its root
+mean square and nothing else, and R keeps a row's length, so N(Z R) = N(Z) R. The weight g of the
+norm does not commute with R; it moves into W_B first:
+
+    C W_Bᵀ = N(X W_Aᵀ) (W_B diag(g))ᵀ = N(X (Rᵀ W_A)ᵀ) (W_B diag(g) R)ᵀ
+
+So W_A's rows of the latent take Rᵀ (its other rows make the RoPE key, which stays), W_B becomes
+W_B diag(g) R, and g becomes 1. The cache then holds N(X W_Aᵀ) R.
+
 Source: QuaRot (arXiv 2404.00456), section 4; KVarN (arXiv 2606.03458) for the cache.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -39,8 +50,16 @@ import torch
 from torch import Tensor
 
 from kvarn_cli.errors import CheckpointError, UnsupportedModelError
-from kvarn_cli.model.layout import FUSIBLE_DTYPES, ONLINE_HINT, HeadSlices, ModelLayout
+from kvarn_cli.model.layout import (
+    FUSIBLE_DTYPES,
+    ONLINE_HINT,
+    FoldedNorm,
+    HeadSlices,
+    ModelLayout,
+)
 from kvarn_cli.quantization.hadamard import fused_rotation
+
+TensorReader = Callable[[str], Tensor]
 
 
 class TensorRotation(Protocol):
@@ -148,14 +167,20 @@ def _runs(starts: list[int], head_dim: int) -> list[tuple[int, int]]:
 
 
 def tensor_rotations(
-    layout: ModelLayout, rotation: Tensor | None = None, *, dtype: torch.dtype | None = None
+    layout: ModelLayout,
+    rotation: Tensor | None = None,
+    *,
+    read: TensorReader | None = None,
+    dtype: torch.dtype | None = None,
 ) -> dict[str, TensorRotation]:
     """What happens to each tensor that the fused rotation changes.
 
     Args:
         layout: where V and O live.
         rotation: R, [head_dim, head_dim]; default `fused_rotation(head_dim)`. Its transpose
-            undoes a fusion, up to the rounding of the stored dtype.
+            undoes a fusion, up to the rounding of the stored dtype, but for folded norms.
+        read: from a tensor's name to the original tensor; needed where a norm is folded, and
+            asked when a tensor is rotated.
         dtype: of the rotated tensors, rounded to it once; None is each tensor's own.
 
     Returns:
@@ -163,11 +188,39 @@ def tensor_rotations(
     """
     if rotation is None:
         rotation = fused_rotation(layout.head_dim, dtype=torch.float64)
-    return {
-        heads.tensor: _Checked(heads, rotation, dtype)
-        for layer in layout.layers
-        for heads in layer.slices
-    }
+    rotations: dict[str, TensorRotation] = {}
+    for layer in layout.layers:
+        for heads in layer.slices:
+            rotations[heads.tensor] = _Checked(heads, rotation, dtype)
+        if layer.norm is not None:
+            assert read is not None, "folding a norm takes its weight"
+            gain = _Gain(layer.norm, read)
+            rotations[layer.output.tensor] = _Checked(layer.output, rotation, dtype, gain)
+            rotations[layer.norm.tensor] = _Unit(layer.norm, dtype)
+    return rotations
+
+
+@dataclass(frozen=True)
+class _Gain:
+    norm: FoldedNorm
+    read: TensorReader
+
+    def __call__(self) -> Tensor:
+        gain = self.norm.gain(self.read(self.norm.tensor))
+        if not _all_finite(gain):
+            raise CheckpointError(f"{self.norm.tensor} holds NaN or infinity")
+        return gain
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """Makes a norm scale nothing."""
+
+    norm: FoldedNorm
+    dtype: torch.dtype | None
+
+    def __call__(self, rows: Tensor, first_row: int = 0) -> Tensor:
+        return torch.full_like(rows, self.norm.unit, dtype=self.dtype or rows.dtype)
 
 
 @dataclass(frozen=True)
@@ -175,6 +228,7 @@ class _Checked:
     heads: HeadSlices
     rotation: Tensor
     dtype: torch.dtype | None
+    gain: Callable[[], Tensor] | None = None
 
     def __call__(self, rows: Tensor, first_row: int = 0) -> Tensor:
         name = self.heads.tensor
@@ -186,8 +240,15 @@ class _Checked:
             )
         if not _all_finite(rows):
             raise CheckpointError(f"{name} holds NaN or infinity")
+        scaled = rows
+        if self.gain is not None:
+            scaled = rows * self.gain().to(torch.promote_types(rows.dtype, torch.float32))
         rotated = rotate_heads(
-            rows, self.heads, self.rotation, first_row=first_row, dtype=self.dtype
+            scaled,
+            self.heads,
+            self.rotation,
+            first_row=first_row,
+            dtype=self.dtype or rows.dtype,
         )
         if not _all_finite(rotated):
             raise UnsupportedModelError(

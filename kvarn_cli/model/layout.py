@@ -94,30 +94,58 @@ class HeadSlices:
 
 
 @dataclass(frozen=True)
+class FoldedNorm:
+    """A norm between the latent and what reads it, whose weight moves into the latter.
+
+    Attributes:
+        tensor: name of its weight w.
+        unit: the weight with which it scales nothing; it multiplies by w + 1 - unit.
+    """
+
+    tensor: str
+    unit: Literal[0, 1]
+
+    def gain(self, weight: Tensor) -> Tensor:
+        """What it multiplies the channels of the latent by, float64 [width]."""
+        return weight.double() + (1 - self.unit)
+
+
+@dataclass(frozen=True)
 class AttentionLayer:
     """The tensors of one attention module that the fused rotation changes.
+
+    Of an MLA module the latent stands in V's place, as one head: `value` makes it and `output`
+    reads it.
 
     Attributes:
         index: its first layer in the cache.
         module: its path; in a checkpoint's layout, as the checkpoint spells it.
         value: V's heads in W_V and, where there is one, in b_V.
         output: the heads that W_O reads; its bias is never changed.
+        norm: between the latent and `output`; None of V.
     """
 
     index: int
     module: str
     value: tuple[HeadSlices, ...]
     output: HeadSlices
+    norm: FoldedNorm | None = None
 
     @property
     def slices(self) -> tuple[HeadSlices, ...]:
-        """All that changes."""
+        """All that is rotated."""
         return (*self.value, self.output)
+
+    @property
+    def rotated(self) -> str:
+        """What is rotated, in words."""
+        return "V" if self.norm is None else "the latent"
 
     @property
     def tensors(self) -> tuple[str, ...]:
         """Names of the tensors that change."""
-        return tuple(part.tensor for part in self.slices)
+        names = tuple(part.tensor for part in self.slices)
+        return names if self.norm is None else (*names, self.norm.tensor)
 
     @property
     def num_heads(self) -> int:
@@ -147,8 +175,8 @@ class ModelLayout:
 
     def row_step(self, tensor: str) -> int:
         """Rows of a tensor that can only be rotated together: those of a head, or any."""
-        axes = {part.tensor: part.axis for layer in self.layers for part in layer.slices}
-        return 1 if axes[tensor] else self.head_dim
+        by_rows = {part.tensor for layer in self.layers for part in layer.slices if part.axis == 0}
+        return self.head_dim if tensor in by_rows else 1
 
     def renamed(self, names: Mapping[str, str]) -> "ModelLayout":
         """The same layout with other tensor names.
@@ -168,6 +196,7 @@ class ModelLayout:
                     module=rename(layer.output).tensor.rpartition(".")[0].rpartition(".")[0],
                     value=tuple(map(rename, layer.value)),
                     output=rename(layer.output),
+                    norm=layer.norm and replace(layer.norm, tensor=names[layer.norm.tensor]),
                 )
                 for layer in self.layers
             ),

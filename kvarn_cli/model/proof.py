@@ -4,10 +4,12 @@
 is decided by its code, so that code is run: on a shrunken instance of the architecture in float64,
 with everything drawn at random, the logits before and after the fusion must agree to within
 rounding. The fusion is done by the very code that rewrites the checkpoint. Where Q, K and V share
-a projection, each known way of dividing it is tried; only the right one can pass.
+a projection, each known way of dividing it is tried; only the right one can pass. So it is with
+what the norm of a latent does with its weight.
 
-V is drawn a thousand times larger than its input. A clamp on V or on the attention output (OLMo's
-`clip_qkv`) acts on the outlier channels of trained models only; here it must act, and be seen.
+V, or the latent of an MLA model, is drawn a thousand times larger than its input. A clamp on V or
+on the attention output (OLMo's `clip_qkv`) acts on the outlier channels of trained models only;
+here it must act, and be seen.
 
 Agreement alone could also mean that the tensors do not matter. So each fused tensor in turn is
 put back unrotated, and each time the logits must move clearly; otherwise the proof is void.
@@ -25,15 +27,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from kvarn_cli.errors import UnsupportedModelError
 from kvarn_cli.model.cache_trace import trace_cache
 from kvarn_cli.model.float64_mode import Float64Mode
-from kvarn_cli.model.fusion import TensorRotation, tensor_rotations
-from kvarn_cli.model.layout import (
-    ARRANGEMENTS,
-    ONLINE_HINT,
-    ModelLayout,
-    find_layout,
-    has_joined_projections,
-)
+from kvarn_cli.model.fusion import TensorReader, TensorRotation, tensor_rotations
+from kvarn_cli.model.layout import ONLINE_HINT, AttentionLayer, ModelLayout
 from kvarn_cli.model.loading import quiet_transformers
+from kvarn_cli.model.proposals import arrangements_of, proposed_layout
 from kvarn_cli.model.shrunken import (
     MODEL_CODE_ERRORS,
     build_random_model,
@@ -50,7 +47,11 @@ _NUM_TOKENS = 24
 _VALUE_SCALE = 1000.0
 _HARMLESS_MODULES = {"q_proj", "k_proj", "q_norm", "k_norm", "rotary_emb"}
 
-RotationSet = Callable[[ModelLayout], Mapping[str, TensorRotation]]
+RotationSet = Callable[[ModelLayout, TensorReader], Mapping[str, TensorRotation]]
+
+
+def _all_rotations(layout: ModelLayout, read: TensorReader) -> Mapping[str, TensorRotation]:
+    return tensor_rotations(layout, read=read)
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Proof:
     Attributes:
         architecture: class of the model that was run.
         head_dim: width of the rotation that was fused.
-        arrangement: key of `ARRANGEMENTS`: how a joined projection divides Q, K and V.
+        arrangement: the proposal that passed, see `arrangements_of`.
         tolerance: what `largest_difference` had to stay under.
         largest_difference: largest change of a logit by the fusion.
         smallest_control: smallest change when one fused tensor was left unrotated.
@@ -83,7 +84,7 @@ def prove_fusion(
     head_dim: int,
     *,
     trust_remote_code: bool = False,
-    rotations: RotationSet = tensor_rotations,
+    rotations: RotationSet = _all_rotations,
 ) -> Proof:
     """Prove on a shrunken random instance that the fusion changes nothing.
 
@@ -91,7 +92,8 @@ def prove_fusion(
         config: the model's configuration.
         head_dim: width of the heads that are fused.
         trust_remote_code: run modeling code that comes with the checkpoint.
-        rotations: from a layout to the rotation of each tensor, as `tensor_rotations`.
+        rotations: from a layout and a reader of its tensors to the rotation of each, as
+            `tensor_rotations`.
 
     Raises:
         UnsupportedModelError: the instance cannot be built or laid out, its logits change, or a
@@ -102,13 +104,10 @@ def prove_fusion(
         small = shrink_config(config)
         model = build_random_model(small, seed=_SEED, trust_remote_code=trust_remote_code)
         traced = trace_cache(model)
-        arrangements = tuple(ARRANGEMENTS)
-        if not has_joined_projections(model, traced):
-            arrangements = arrangements[:1]
         refusals = []
-        for arrangement in arrangements:
+        for arrangement in arrangements_of(model, traced):
             try:
-                layout = find_layout(model, traced, head_dim, arrangement)
+                layout = proposed_layout(model, traced, head_dim, arrangement)
                 found = _compare(model, layout, rotations)
             except UnsupportedModelError as error:
                 refusals.append(error)
@@ -151,10 +150,9 @@ def _compare_fused(
     weights: Mapping[str, Tensor],
 ) -> _Comparison:
     for layer in layout.layers:
-        for heads in layer.value:
-            weights[heads.tensor].mul_(_VALUE_SCALE)
+        _magnify(layer, weights)
     originals, fused = {}, {}
-    for name, rotated in rotations(layout).items():
+    for name, rotated in rotations(layout, weights.__getitem__).items():
         originals[name] = weights[name].clone()
         fused[name] = rotated(originals[name])
     mode = Float64Mode()
@@ -165,8 +163,9 @@ def _compare_fused(
     tolerance = FLOAT32_TOLERANCE if mode.narrowed else FLOAT64_TOLERANCE
     if not difference <= tolerance:
         raise UnsupportedModelError(
-            f"fusing V would change what {type(model).__name__} computes: logits move by "
-            f"{difference:.1e} of the largest, rounding explains {tolerance:.0e}; "
+            f"fusing {layout.layers[0].rotated} would change what {type(model).__name__} "
+            f"computes: logits move by {difference:.1e} of the largest, rounding explains "
+            f"{tolerance:.0e}; "
             f"{_suspects(model, layout)}",
             hint=ONLINE_HINT,
         )
@@ -183,6 +182,16 @@ def _compare_fused(
             hint=ONLINE_HINT,
         )
     return _Comparison(tolerance, difference, controls[weakest])
+
+
+def _magnify(layer: AttentionLayer, weights: Mapping[str, Tensor]) -> None:
+    """Make what is cached large; the latent, whose size attention sees, smaller again behind it."""
+    if layer.norm is None:
+        for heads in layer.value:
+            weights[heads.tensor].mul_(_VALUE_SCALE)
+    else:
+        weights[layer.norm.tensor].mul_(_VALUE_SCALE)
+        weights[layer.output.tensor].div_(_VALUE_SCALE)
 
 
 def _logits(model: PreTrainedModel, mode: Float64Mode) -> Tensor:

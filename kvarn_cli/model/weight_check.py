@@ -34,6 +34,10 @@ a wrong sign, makes 2 G / √d, still several times 4 T. Only where float16's su
 large against G could the check not tell right from wrong; such a layer is refused, since rounding
 would damage it in any case.
 
+Of an MLA model the latent stands in V's place as the only head, and what reads it in W_O's, its
+columns multiplied by what the norm between them multiplies by: by g before the fusion, by 1 after
+it. What the norm divides by is one number a token, the same before and after, and left out.
+
 All of this is made of sums over the rows of V and over those of O, so both are read in blocks and
 nothing but the sums is kept: a few numbers for each channel of a head.
 """
@@ -90,7 +94,7 @@ def check_weights(
     Args:
         layout: where V and O live.
         read: the original tensors.
-        rotations: what the fusion makes of each; default: `tensor_rotations`.
+        rotations: what the fusion makes of each tensor; default: `tensor_rotations`.
         report: told after each layer.
 
     Raises:
@@ -98,7 +102,7 @@ def check_weights(
             rounding alone is too coarse for a layer's weights; the message names the layer.
     """
     if rotations is None:
-        rotations = tensor_rotations(layout)
+        rotations = tensor_rotations(layout, read=lambda name: torch.cat([*read(name)]))
     checks = []
     report(_STAGE, 0, len(layout.layers))
     for layer in layout.layers:
@@ -212,7 +216,11 @@ class _Outputs:
 
 
 def _outputs(
-    blocks: Iterable[_Block], part: HeadSlices, values: list[_Values], kv_heads: Tensor
+    blocks: Iterable[_Block],
+    part: HeadSlices,
+    values: list[_Values],
+    kv_heads: Tensor,
+    gains: tuple[Tensor, Tensor],
 ) -> _Outputs:
     heads = len(part.starts)
     weight, error = torch.zeros(2, heads, part.head_dim, dtype=torch.float64)
@@ -221,7 +229,7 @@ def _outputs(
     output: dict[int, Tensor] = {}
     change: dict[int, Tensor] = {}
     for block in blocks:
-        old_weight, new_weight = block.before.double(), block.after.double()
+        old_weight, new_weight = block.before.double() * gains[0], block.after.double() * gains[1]
         weight[block.heads] += new_weight.square().sum(1)
         error[block.heads] += _rounding_error(block.after).square().sum(1)
         alive[block.heads] |= block.before.abs().amax((1, 2)) > 0
@@ -240,6 +248,16 @@ def _outputs(
     return _Outputs(distance.sqrt(), weight, error, alive, size, changed, dtype)
 
 
+def _gains(
+    layer: AttentionLayer, read: RowReader, rotations: Mapping[str, TensorRotation]
+) -> tuple[Tensor, Tensor]:
+    """What the norm multiplies the latent's channels by, before and after the fusion."""
+    if layer.norm is None:
+        return torch.ones(1), torch.ones(1)
+    weight = torch.cat([*read(layer.norm.tensor)])
+    return layer.norm.gain(weight), layer.norm.gain(rotations[layer.norm.tensor](weight))
+
+
 def _check_layer(
     layer: AttentionLayer, read: RowReader, rotations: Mapping[str, TensorRotation]
 ) -> WeightCheck:
@@ -248,7 +266,9 @@ def _check_layer(
         for index, part in enumerate(layer.value)
     ]
     kv_heads = torch.arange(layer.num_heads) // (layer.num_heads // layer.num_kv_heads)
-    outputs = _outputs(_blocks(layer.output, read, rotations), layer.output, values, kv_heads)
+    blocks = _blocks(layer.output, read, rotations)
+    gains = _gains(layer, read, rotations)
+    outputs = _outputs(blocks, layer.output, values, kv_heads, gains)
     energies = [value.after.square().sum(2)[kv_heads] for value in values]
     rounding = torch.stack(
         [
@@ -259,15 +279,16 @@ def _check_layer(
     allowed = ALLOWED_ROUNDING * rounding.sqrt()
     for part, head in (~(outputs.distance <= allowed)).nonzero().tolist():
         raise UnsupportedModelError(
-            f"layer {layer.index}: fusing V would change the output of query head {head} by "
-            f"{outputs.distance[part, head]:.2e}; rounding explains {allowed[part, head]:.2e}",
+            f"layer {layer.index}: fusing {layer.rotated} would change the output of query head "
+            f"{head} by {outputs.distance[part, head]:.2e}; rounding explains "
+            f"{allowed[part, head]:.2e}",
             hint=ONLINE_HINT,
         )
     size_squared = sum(float((outputs.weight * energy).sum()) for energy in energies)
     alive = (values[0].alive[kv_heads] & outputs.alive).any()
     if alive and rounding.sum() > LARGEST_ROUNDING**2 * size_squared:
         raise UnsupportedModelError(
-            f"layer {layer.index}: V and W_O are so small that rounding them to "
+            f"layer {layer.index}: {layer.rotated} and what reads it are so small that rounding to "
             f"{outputs.dtype} would change the layer's output",
             hint=f"pass --dtype bfloat16, or {ONLINE_HINT}",
         )

@@ -105,6 +105,8 @@ def rope_key_dim(config: PreTrainedConfig) -> int | None:
         None for models that cache K and V; 0 where the latent is cached alone.
     """
     text_config = _text_config(config)
+    if getattr(text_config, "is_heterogeneous", False):
+        return None
     if not getattr(text_config, "kv_lora_rank", None):
         return None
     return int(getattr(text_config, "qk_rope_head_dim", None) or 0)

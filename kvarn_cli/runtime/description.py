@@ -4,7 +4,7 @@ from transformers import PreTrainedConfig
 
 from kvarn_cli.errors import CheckpointError
 from kvarn_cli.metadata import CONFIG_KEY, KVarNConfig
-from kvarn_cli.runtime.coverage import attention_head_dim, covered_layers
+from kvarn_cli.runtime.coverage import attention_head_dim, covered_layers, rope_key_dim
 
 
 def described_cache(config: PreTrainedConfig) -> KVarNConfig | None:
@@ -17,7 +17,15 @@ def described_cache(config: PreTrainedConfig) -> KVarNConfig | None:
     block = KVarNConfig.from_config_dict(config.to_dict())
     if block is None:
         return None
-    head_dim = attention_head_dim(config)
+    head_dim, rope_dim = attention_head_dim(config), rope_key_dim(config)
+    if block.cache.rope_dim != rope_dim:
+        described, own = (
+            "K and V" if width is None else f"a latent beside a RoPE key of {width} channels"
+            for width in (block.cache.rope_dim, rope_dim)
+        )
+        raise CheckpointError(
+            f"config.json: {CONFIG_KEY} describes a cache of {described}, the model's is of {own}"
+        )
     if block.cache.head_dim != head_dim:
         raise CheckpointError(
             f"config.json: {CONFIG_KEY} describes heads {block.cache.head_dim} wide, "

@@ -10,8 +10,9 @@ most one rounding,
 arithmetic that made it, d the head's width and r the root mean square of the d entries that were
 mixed into w), then the vector turned back differs from the source's by at most the length of
 e(w) over its d entries. A tensor that was not rotated, or rotated otherwise, differs by about
-its own length: hundreds of times as much. All other tensors must be equal, bit by bit or, where
-the conversion changed the dtype, after the same rounding.
+its own length: hundreds of times as much. What reads a latent is turned back to the source's
+columns times the folded norm's gain, and the norm itself must scale nothing. All other tensors
+must be equal, bit by bit or, where the conversion changed the dtype, after the same rounding.
 """
 
 import math
@@ -24,10 +25,10 @@ from kvarn_cli.checkpoint.checkpoint import Checkpoint
 from kvarn_cli.checkpoint.shard_stream import read_blocks, rows_at_once
 from kvarn_cli.metadata import KVarNConfig, Rotation
 from kvarn_cli.model.fusion import put_heads, take_heads
-from kvarn_cli.model.layout import FUSIBLE_DTYPES, HeadSlices
+from kvarn_cli.model.layout import FUSIBLE_DTYPES, FoldedNorm, HeadSlices
 from kvarn_cli.progress import Report, silent
 from kvarn_cli.quantization.hadamard import hadamard_matrix
-from kvarn_cli.tensor_bytes import read_rows
+from kvarn_cli.tensor_bytes import read_rows, to_tensor
 from kvarn_cli.verification.folder import Check, read_metadata
 
 
@@ -46,13 +47,20 @@ def verify_against(
     checks = [Check("source", f"{len(source.weight_map)} tensors", identity)]
     if identity:
         return tuple(checks)
-    rotated = _rotated_parts(metadata.rotations.value)
-    matrix = _matrix(metadata.rotations.value)
+    rotation = metadata.rotations.value
+    rotated = _rotated_parts(rotation)
+    gains = {
+        norm.into: FoldedNorm(name, norm.unit).gain(_whole(source, name))
+        for name, norm in rotation.folded_norms.items()
+    }
+    matrix = _matrix(rotation)
     total = sum(source.info(name).size_bytes for name in source.weight_map)
     rotation_problems, other_problems, worst, done = [], [], 0.0, 0
     for name in source.weight_map:
         if name in rotated:
-            share, rest_is_equal = _compare_rotated(rotated[name], converted, source, matrix)
+            share, rest_is_equal = _compare_rotated(
+                rotated[name], converted, source, matrix, gains.get(name)
+            )
             worst = max(worst, share)
             if not share <= 1:
                 rotation_problems.append(
@@ -60,7 +68,12 @@ def verify_against(
                     "rounding explains"
                 )
             if not rest_is_equal:
-                other_problems.append(f"{name} differs from the source outside V's heads")
+                other_problems.append(
+                    f"{name} differs from the source outside the channels of {metadata.rotated}"
+                )
+        elif name in rotation.folded_norms:
+            if not (_whole(converted, name) == rotation.folded_norms[name].unit).all():
+                rotation_problems.append(f"{name} was folded and still scales")
         elif not _same(name, converted, source):
             other_problems.append(f"{name} differs from the source")
         done += source.info(name).size_bytes
@@ -68,11 +81,12 @@ def verify_against(
     checks.append(
         Check(
             "rotation",
-            f"{len(rotated)} tensors turned back; differences use {worst:.0%} of one rounding",
+            f"{len(rotated)} tensors turned back{_folded(rotation)}; differences use "
+            f"{worst:.0%} of one rounding",
             tuple(rotation_problems),
         )
     )
-    unchanged = len(source.weight_map) - len(rotated)
+    unchanged = len(source.weight_map) - len(rotation.changed_tensors)
     checks.append(Check("other tensors", f"{unchanged} unchanged", tuple(other_problems)))
     return tuple(checks)
 
@@ -108,7 +122,11 @@ def _rotated_parts(rotation: Rotation) -> dict[str, HeadSlices]:
 
 
 def _compare_rotated(
-    heads: HeadSlices, converted: Checkpoint, source: Checkpoint, matrix: Tensor
+    heads: HeadSlices,
+    converted: Checkpoint,
+    source: Checkpoint,
+    matrix: Tensor,
+    gain: Tensor | None,
 ) -> tuple[float, bool]:
     """The largest share of one rounding that is used, and whether all other entries are equal."""
     share, rest_is_equal, first_row = 0.0, True, 0
@@ -116,11 +134,21 @@ def _compare_rotated(
     for stored, original in _paired_blocks(heads.tensor, converted, source, row_step):
         vectors, sources = (take_heads(rows, heads, first_row) for rows in (stored, original))
         if len(vectors):
-            share = max(share, _share_of_rounding(vectors, sources, matrix))
+            scaled = sources if gain is None else sources * gain
+            share = max(share, _share_of_rounding(vectors, scaled, matrix, sources.dtype))
         other = put_heads(stored, heads, sources.to(stored.dtype), first_row)
         rest_is_equal = rest_is_equal and _equal(other, original)
         first_row += len(stored)
     return share, rest_is_equal
+
+
+def _whole(checkpoint: Checkpoint, name: str) -> Tensor:
+    return to_tensor(checkpoint.read(name), checkpoint.info(name))
+
+
+def _folded(rotation: Rotation) -> str:
+    count = len(rotation.folded_norms)
+    return f", {count} norms folded" if count else ""
 
 
 def _paired_blocks(
@@ -132,15 +160,18 @@ def _paired_blocks(
     yield from zip(*(read_rows(checkpoint, name, rows) for checkpoint in both), strict=True)
 
 
-def _share_of_rounding(stored: Tensor, original: Tensor, matrix: Tensor) -> float:
+def _share_of_rounding(
+    stored: Tensor, original: Tensor, matrix: Tensor, dtype: torch.dtype
+) -> float:
     """Largest difference of a head's vector, in units of what rounding explains.
 
     Args:
         stored: [..., head_dim].
         original: the same shape.
         matrix: R, [head_dim, head_dim].
+        dtype: of the source.
     """
-    arithmetic = torch.finfo(torch.promote_types(original.dtype, torch.float32))
+    arithmetic = torch.finfo(torch.promote_types(dtype, torch.float32))
     limits = torch.finfo(stored.dtype)
     vectors = stored.double()
     entry_error = (

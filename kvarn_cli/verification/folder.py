@@ -59,7 +59,8 @@ def verify_folder(
     checks = [
         Check(
             "metadata",
-            f"{metadata.cache.dtype}, V's rotation {metadata.rotations.value.where}",
+            f"{metadata.cache.dtype}, {metadata.rotated}'s rotation "
+            f"{metadata.rotations.value.where}",
             tuple(_rotation_problems(metadata, checkpoint, manifest)),
         ),
         Check(
@@ -147,8 +148,13 @@ def _rotation_problems(
                 f"{name} has shape {list(shape)}, which does not hold heads of width "
                 f"{rotation.head_dim} where the metadata places them"
             )
-    for name in sorted(rotation.tensors.keys() ^ manifest.tensors.keys()):
-        where = "the metadata" if name in rotation.tensors else MANIFEST_NAME
+    for name in rotation.folded_norms:
+        if name not in checkpoint.weight_map:
+            yield f"{name} should be a folded norm, but there is no such tensor"
+        elif checkpoint.info(name).shape != (rotation.head_dim,):
+            yield f"{name} should be a folded norm of {rotation.head_dim} channels"
+    for name in sorted(rotation.changed_tensors ^ manifest.tensors.keys()):
+        where = "the metadata" if name in rotation.changed_tensors else MANIFEST_NAME
         yield f"{name} is a rotated tensor in {where} only"
 
 

@@ -148,21 +148,21 @@ def test_proves_tied_embeddings_and_mixed_layers():
 
 
 def without(part):
-    def rotations(layout):
+    def rotations(layout, _):
         full = tensor_rotations(layout)
         return {name: turn for name, turn in full.items() if not name.endswith(part)}
 
     return rotations
 
 
-def value_takes_the_transpose(layout):
+def value_takes_the_transpose(layout, _):
     wrong = tensor_rotations(layout, fused_rotation(layout.head_dim).T)
     return tensor_rotations(layout) | {
         name: turn for name, turn in wrong.items() if "v_proj" in name
     }
 
 
-def heads_interleaved(layout):
+def heads_interleaved(layout, _):
     """Takes column c of W_O for channel c // num_heads of head c % num_heads."""
     rotation = fused_rotation(layout.head_dim, dtype=torch.float64)
 
@@ -189,7 +189,7 @@ def test_catches_a_sabotaged_fusion(sabotage):
 
 
 def test_is_void_when_a_tensor_does_not_matter():
-    def idle(layout):
+    def idle(layout, _):
         return dict.fromkeys(tensor_rotations(layout), torch.clone)
 
     with pytest.raises(UnsupportedModelError, match=r"void: leaving .* unrotated moves the logits"):
