@@ -229,13 +229,18 @@ class Rotations(_Block):
 class ProofRecord(_Block):
     """What was shown before anything was written."""
 
+    checked: Literal["model", "attention modules"] = Field(
+        default="model",
+        description="what was run in float64 with random weights: a small instance of the model, "
+        "or the attention modules alone, where the class cannot be shrunk",
+    )
     instance_difference: float = Field(
-        description="largest logit difference of a random float64 instance, before and after "
-        "fusion, relative to the largest logit"
+        description="largest difference of its outputs (logits), before and after fusion, relative "
+        "to the largest output"
     )
     instance_tolerance: float
     smallest_control: float = Field(
-        description="smallest relative logit change when one fused tensor is left unrotated"
+        description="smallest relative change when one fused tensor is left unrotated"
     )
     weight_change: float = Field(
         description="largest relative change of W_O(W_V x) on the real weights (rounding)"

@@ -212,8 +212,9 @@ def _show_plan(console: Console, plan: "ConversionPlan", summary: dict[str, Any]
     }
     if plan.proof is not None:
         lines["proof"] = (
-            f"fusion moves a small instance's logits by {plan.proof.largest_difference:.1e} of the "
-            f"largest (allowed {plan.proof.tolerance:.0e})"
+            f"fusion moves {_proven_outputs(plan.proof.checked)} by "
+            f"{plan.proof.largest_difference:.1e} of the largest (allowed "
+            f"{plan.proof.tolerance:.0e})"
         )
     for length, sizes in summary["cache_bytes"].items():
         lines[f"cache at {int(length) // 1024}k"] = (
@@ -267,9 +268,15 @@ def _show_conversion(console: Console, conversion: "Conversion") -> None:
     console.note(f'Try it: kvarn generate {folder} "Why is the sky blue?"')
 
 
+def _proven_outputs(checked: str) -> str:
+    if checked == "model":
+        return "the logits of a random float64 instance"
+    return "the outputs of the attention modules alone, random and in float64,"
+
+
 def _proof_line(proof: "ProofRecord") -> str:
     return (
-        f"Proof: fusion moves the logits of a random float64 instance by "
+        f"Proof: fusion moves {_proven_outputs(proof.checked)} by "
         f"{proof.instance_difference:.1e} of the largest (allowed {proof.instance_tolerance:.0e}); "
         f"any one tensor left out, by {proof.smallest_control:.2f} or more. "
         f"Rounding changes the real attention output by {proof.weight_change:.1e}."

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from kvarn_cli.checkpoint.checkpoint import CONFIG_NAME, Checkpoint
 from kvarn_cli.checkpoint.strict_json import read_object
@@ -12,9 +12,10 @@ from kvarn_cli.errors import UnsupportedModelError
 from kvarn_cli.model.cache_trace import TracedLayer
 from kvarn_cli.model.layout import ONLINE_HINT, ModelLayout, check_dtypes
 from kvarn_cli.model.parameter_names import checkpoint_names
-from kvarn_cli.model.proof import Proof, prove_fusion
+from kvarn_cli.model.proof import Proof, prove_attention, prove_fusion
 from kvarn_cli.model.proposals import proposed_layout
 from kvarn_cli.model.quantized_weights import quantized_format
+from kvarn_cli.model.shrunken import NoInstanceError
 
 RotationPlace = Literal["auto", "fused", "online"]
 _Found = TypeVar("_Found")
@@ -42,13 +43,19 @@ def unless_refused(
 
 
 def prove_unquantized(
-    folder: Path, config: PreTrainedConfig, head_dim: int, *, trust_remote_code: bool
+    folder: Path,
+    model: PreTrainedModel,
+    traced: Mapping[int, TracedLayer],
+    head_dim: int,
+    *,
+    trust_remote_code: bool,
 ) -> Proof:
     """Prove the fusion of a checkpoint of which only the small files are there.
 
     Args:
         folder: holds config.json.
-        config: as transformers reads it.
+        model: the class that loads it, at full size on the meta device.
+        traced: what that class caches.
         head_dim: width of the heads that are fused.
         trust_remote_code: whether code from the checkpoint may run.
 
@@ -56,7 +63,10 @@ def prove_unquantized(
         UnsupportedModelError: its weights are quantized, or the fusion is not proven.
     """
     _refuse_quantized(folder, {})
-    return prove_fusion(config, head_dim, trust_remote_code=trust_remote_code)
+    try:
+        return prove_fusion(model.config, head_dim, trust_remote_code=trust_remote_code)
+    except NoInstanceError:
+        return prove_attention(model, traced, head_dim)
 
 
 def find_tensors(
@@ -80,6 +90,7 @@ def find_tensors(
     dtypes = {name: info.dtype for name, info in infos.items()}
     _refuse_quantized(checkpoint.folder, dtypes)
     layout = proposed_layout(model, traced, proof.head_dim, proof.arrangement)
+    proof.check_kinds(model, layout)
     names = checkpoint_names(model, layout, {name: info.shape for name, info in infos.items()})
     layout = layout.renamed(names)
     check_dtypes(layout, dtypes)

@@ -225,7 +225,11 @@ def plan_conversion(
         proof, not_fused = unless_refused(
             rotation,
             lambda: prove_unquantized(
-                source.folder, config, cache.head_dim, trust_remote_code=trust_remote_code
+                source.folder,
+                model_class,
+                traced,
+                cache.head_dim,
+                trust_remote_code=trust_remote_code,
             ),
         )
     if validation is not None:

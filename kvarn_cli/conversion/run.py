@@ -149,6 +149,7 @@ def _check_fusion(
         return None, ()
     check = check_weights(plan.layout, plan.rows, rotations, report=report)
     record = ProofRecord(
+        checked=plan.proof.checked,
         instance_difference=plan.proof.largest_difference,
         instance_tolerance=plan.proof.tolerance,
         smallest_control=plan.proof.smallest_control,

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
-from kvarn_cli.errors import UnsupportedModelError
 from kvarn_cli.model.loading import quiet_transformers
-from kvarn_cli.model.shrunken import MODEL_CODE_ERRORS, build_model
+from kvarn_cli.model.shrunken import MODEL_CODE_ERRORS, NoInstanceError, build_model
 
 _NUM_TOKENS = 8
 
@@ -64,7 +63,7 @@ def trace_cache(model: PreTrainedModel) -> dict[int, TracedLayer]:
         By index in the cache, in its order; empty for a model that keeps no keys and values.
 
     Raises:
-        UnsupportedModelError: the model does not run on tokens alone.
+        NoInstanceError: the model does not run on tokens alone.
     """
     traced: dict[int, TracedLayer] = {}
     text_config = model.config.get_text_config(decoder=True)
@@ -75,7 +74,7 @@ def trace_cache(model: PreTrainedModel) -> dict[int, TracedLayer]:
             model(input_ids=tokens, cache=cache, use_cache=True)
     except MODEL_CODE_ERRORS as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UnsupportedModelError(
+        raise NoInstanceError(
             f"{type(model).__name__} does not run on a few tokens, so what it caches is not "
             f"known: {reason}",
             hint="supported are models that transformers runs as decoders with its DynamicCache",

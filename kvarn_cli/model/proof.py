@@ -7,76 +7,94 @@ rounding. The fusion is done by the very code that rewrites the checkpoint. Wher
 a projection, each known way of dividing it is tried; only the right one can pass. So it is with
 what the norm of a latent does with its weight.
 
-V, or the latent of an MLA model, is drawn a thousand times larger than its input. A clamp on V or
-on the attention output (OLMo's `clip_qkv`) acts on the outlier channels of trained models only;
-here it must act, and be seen.
+Of a class that cannot be shrunk the attention modules are run alone, at their full size, on random
+inputs like those that the model gave them. That shows as much about V and W_O, but nothing about
+another path from V to the logits.
 
-Agreement alone could also mean that the tensors do not matter. So each fused tensor in turn is
-put back unrotated, and each time the logits must move clearly; otherwise the proof is void.
+What was shown holds for attention modules like those that were run. One that has other parameters
+is refused.
 """
 
+import copy
 import time
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from torch.utils._pytree import tree_leaves, tree_map
+from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
 from kvarn_cli.errors import UnsupportedModelError
-from kvarn_cli.model.cache_trace import trace_cache
-from kvarn_cli.model.float64_mode import Float64Mode
-from kvarn_cli.model.fusion import TensorReader, TensorRotation, tensor_rotations
-from kvarn_cli.model.layout import ONLINE_HINT, AttentionLayer, ModelLayout
+from kvarn_cli.model.cache_trace import TracedLayer, trace_cache
+from kvarn_cli.model.comparison import Comparison, RotationSet, all_rotations, compare_fused
+from kvarn_cli.model.layout import ONLINE_HINT, ModelLayout
 from kvarn_cli.model.loading import quiet_transformers
 from kvarn_cli.model.proposals import arrangements_of, proposed_layout
 from kvarn_cli.model.shrunken import (
     MODEL_CODE_ERRORS,
+    NoInstanceError,
     build_random_model,
+    draw,
     shrink_config,
 )
 from kvarn_cli.model.shrunken_config import VOCAB_SIZE
 
-FLOAT64_TOLERANCE = 1e-9
-FLOAT32_TOLERANCE = 1e-5
-SMALLEST_CONTROL = 1e-2
-
 _SEED = 20_260_603
 _NUM_TOKENS = 24
-_VALUE_SCALE = 1000.0
-_HARMLESS_MODULES = {"q_proj", "k_proj", "q_norm", "k_norm", "rotary_emb"}
 
-RotationSet = Callable[[ModelLayout, TensorReader], Mapping[str, TensorRotation]]
-
-
-def _all_rotations(layout: ModelLayout, read: TensorReader) -> Mapping[str, TensorRotation]:
-    return tensor_rotations(layout, read=read)
+AttentionKind = tuple[str, tuple[str, ...]]
+"""Class of an attention module, and the names of its parameters."""
 
 
 @dataclass(frozen=True)
 class Proof:
-    """The numbers of a passed proof; differences are relative to the largest logit.
+    """The numbers of a passed proof; differences are relative to the largest output.
 
     Attributes:
-        architecture: class of the model that was run.
+        architecture: class of the model.
+        checked: what was run: a small instance of the model, or its attention modules alone.
         head_dim: width of the rotation that was fused.
         arrangement: the proposal that passed, see `arrangements_of`.
+        attention_kinds: of the attention modules that were run.
         tolerance: what `largest_difference` had to stay under.
-        largest_difference: largest change of a logit by the fusion.
+        largest_difference: largest change of an output by the fusion.
         smallest_control: smallest change when one fused tensor was left unrotated.
         float32_upcast: an operation narrowed float64 to float32, which set the wider tolerance.
         elapsed_seconds: time the proof took.
     """
 
     architecture: str
+    checked: Literal["model", "attention modules"]
     head_dim: int
     arrangement: str
+    attention_kinds: tuple[AttentionKind, ...]
     tolerance: float
     largest_difference: float
     smallest_control: float
     float32_upcast: bool
     elapsed_seconds: float
+
+    def check_kinds(self, model: PreTrainedModel, layout: ModelLayout) -> None:
+        """Refuse attention modules that are of no kind that was run.
+
+        Args:
+            model: at full size, on any device.
+            layout: in its parameters.
+
+        Raises:
+            UnsupportedModelError: naming the first module.
+        """
+        for layer in layout.layers:
+            if _kind(model, layer.module) not in self.attention_kinds:
+                raise UnsupportedModelError(
+                    f"{layer.module} has other parts than the attention modules of the instance "
+                    "that the fusion was proven on",
+                    hint=ONLINE_HINT,
+                )
 
 
 def prove_fusion(
@@ -84,7 +102,7 @@ def prove_fusion(
     head_dim: int,
     *,
     trust_remote_code: bool = False,
-    rotations: RotationSet = _all_rotations,
+    rotations: RotationSet = all_rotations,
 ) -> Proof:
     """Prove on a shrunken random instance that the fusion changes nothing.
 
@@ -92,117 +110,117 @@ def prove_fusion(
         config: the model's configuration.
         head_dim: width of the heads that are fused.
         trust_remote_code: run modeling code that comes with the checkpoint.
-        rotations: from a layout and a reader of its tensors to the rotation of each, as
-            `tensor_rotations`.
+        rotations: from a layout and a reader of its tensors to the rotation of each.
 
     Raises:
-        UnsupportedModelError: the instance cannot be built or laid out, its logits change, or a
-            tensor left unrotated does not change them.
+        NoInstanceError: no small instance can be built and run.
+        UnsupportedModelError: its logits change, or a tensor left unrotated does not change them.
     """
     start = time.perf_counter()
     with quiet_transformers(), warnings.catch_warnings(action="ignore"):
         small = shrink_config(config)
         model = build_random_model(small, seed=_SEED, trust_remote_code=trust_remote_code)
+        run = partial(_logits, model)
         traced = trace_cache(model)
-        refusals = []
-        for arrangement in arrangements_of(model, traced):
-            try:
-                layout = proposed_layout(model, traced, head_dim, arrangement)
-                found = _compare(model, layout, rotations)
-            except UnsupportedModelError as error:
-                refusals.append(error)
-            else:
-                return Proof(
-                    architecture=type(model).__name__,
-                    head_dim=head_dim,
-                    arrangement=arrangement,
-                    tolerance=found.tolerance,
-                    largest_difference=found.difference,
-                    smallest_control=found.smallest_control,
-                    float32_upcast=found.tolerance != FLOAT64_TOLERANCE,
-                    elapsed_seconds=time.perf_counter() - start,
-                )
+        weights = {name: weight.data for name, weight in model.named_parameters()}
+
+        def compare(layout: ModelLayout) -> Iterable[Comparison]:
+            attention = model.get_submodule(layout.layers[0].module)
+            subject = type(model).__name__
+            yield compare_fused(
+                run, weights, layout, rotations, attention=attention, subject=subject
+            )
+
+        return _first_proposal(model, traced, head_dim, compare, "model", start)
+
+
+def prove_attention(
+    model: PreTrainedModel,
+    traced: Mapping[int, TracedLayer],
+    head_dim: int,
+    *,
+    rotations: RotationSet = all_rotations,
+) -> Proof:
+    """Prove on the attention modules alone that the fusion changes nothing.
+
+    One module of each kind is given random weights and random inputs.
+
+    Args:
+        model: at full size on the meta device.
+        traced: from `trace_cache`, of this model.
+        head_dim: width of the heads that are fused.
+        rotations: from a layout and a reader of its tensors to the rotation of each.
+
+    Raises:
+        UnsupportedModelError: a module's output changes, a tensor left unrotated does not change
+            it, or a module cannot be run alone.
+    """
+    start = time.perf_counter()
+    calls = _attention_calls(model, {layer.module for layer in traced.values()})
+
+    def compare(layout: ModelLayout) -> Iterable[Comparison]:
+        kinds = {_kind(model, layer.module): layer for layer in reversed(layout.layers)}
+        for layer in kinds.values():
+            attention = model.get_submodule(layer.module)
+            alone = _AttentionAlone(attention, layer.module, calls[layer.module])
+            yield compare_fused(
+                alone.output,
+                alone.weights,
+                replace(layout, layers=(layer,)),
+                rotations,
+                attention=attention,
+                subject=type(attention).__name__,
+            )
+
+    with quiet_transformers(), warnings.catch_warnings(action="ignore"):
+        return _first_proposal(model, traced, head_dim, compare, "attention modules", start)
+
+
+def _first_proposal(
+    model: PreTrainedModel,
+    traced: Mapping[int, TracedLayer],
+    head_dim: int,
+    compare: Callable[[ModelLayout], Iterable[Comparison]],
+    checked: Literal["model", "attention modules"],
+    start: float,
+) -> Proof:
+    """The first proposed layout that changes nothing."""
+    refusals = []
+    for arrangement in arrangements_of(model, traced):
+        try:
+            layout = proposed_layout(model, traced, head_dim, arrangement)
+            found = tuple(compare(layout))
+        except UnsupportedModelError as error:
+            refusals.append(error)
+            continue
+        return Proof(
+            architecture=type(model).__name__,
+            checked=checked,
+            head_dim=head_dim,
+            arrangement=arrangement,
+            attention_kinds=tuple({_kind(model, layer.module) for layer in layout.layers}),
+            tolerance=max(each.tolerance for each in found),
+            largest_difference=max(each.difference for each in found),
+            smallest_control=min(each.smallest_control for each in found),
+            float32_upcast=any(each.float32_upcast for each in found),
+            elapsed_seconds=time.perf_counter() - start,
+        )
     raise refusals[0]
 
 
-@dataclass(frozen=True)
-class _Comparison:
-    tolerance: float
-    difference: float
-    smallest_control: float
+def _kind(model: PreTrainedModel, path: str) -> AttentionKind:
+    attention = model.get_submodule(path)
+    return type(attention).__name__, tuple(sorted(name for name, _ in attention.named_parameters()))
 
 
-def _compare(model: PreTrainedModel, layout: ModelLayout, rotations: RotationSet) -> _Comparison:
-    """Logits before and after the fusion; the model's weights are left as they were."""
-    weights = {name: weight.data for name, weight in model.named_parameters()}
-    originals = {name: weights[name].clone() for name in layout.tensors}
-    try:
-        return _compare_fused(model, layout, rotations, weights)
-    finally:
-        for name, weight in originals.items():
-            weights[name].copy_(weight)
-
-
-def _compare_fused(
-    model: PreTrainedModel,
-    layout: ModelLayout,
-    rotations: RotationSet,
-    weights: Mapping[str, Tensor],
-) -> _Comparison:
-    for layer in layout.layers:
-        _magnify(layer, weights)
-    originals, fused = {}, {}
-    for name, rotated in rotations(layout, weights.__getitem__).items():
-        originals[name] = weights[name].clone()
-        fused[name] = rotated(originals[name])
-    mode = Float64Mode()
-    before = _logits(model, mode)
-    for name, weight in fused.items():
-        weights[name].copy_(weight)
-    difference = _relative_change(before, _logits(model, mode))
-    tolerance = FLOAT32_TOLERANCE if mode.narrowed else FLOAT64_TOLERANCE
-    if not difference <= tolerance:
-        raise UnsupportedModelError(
-            f"fusing {layout.layers[0].rotated} would change what {type(model).__name__} "
-            f"computes: logits move by {difference:.1e} of the largest, rounding explains "
-            f"{tolerance:.0e}; "
-            f"{_suspects(model, layout)}",
-            hint=ONLINE_HINT,
-        )
-    controls = {}
-    for name, weight in originals.items():
-        weights[name].copy_(weight)
-        controls[name] = _relative_change(before, _logits(model, mode))
-        weights[name].copy_(fused[name])
-    weakest = min(controls, key=controls.__getitem__)
-    if not controls[weakest] > SMALLEST_CONTROL:
-        raise UnsupportedModelError(
-            f"the proof is void: leaving {weakest} unrotated moves the logits of "
-            f"{type(model).__name__} by only {controls[weakest]:.1e} of the largest",
-            hint=ONLINE_HINT,
-        )
-    return _Comparison(tolerance, difference, controls[weakest])
-
-
-def _magnify(layer: AttentionLayer, weights: Mapping[str, Tensor]) -> None:
-    """Make what is cached large; the latent, whose size attention sees, smaller again behind it."""
-    if layer.norm is None:
-        for heads in layer.value:
-            weights[heads.tensor].mul_(_VALUE_SCALE)
-    else:
-        weights[layer.norm.tensor].mul_(_VALUE_SCALE)
-        weights[layer.output.tensor].div_(_VALUE_SCALE)
-
-
-def _logits(model: PreTrainedModel, mode: Float64Mode) -> Tensor:
+def _logits(model: PreTrainedModel) -> Tensor:
     generator = torch.Generator().manual_seed(_SEED)
     vocab_size = getattr(model.config.get_text_config(decoder=True), "vocab_size", VOCAB_SIZE)
     tokens = torch.randint(min(VOCAB_SIZE, vocab_size), (1, _NUM_TOKENS), generator=generator)
     try:
-        with torch.no_grad(), mode:
-            logits: Tensor = model(input_ids=tokens, use_cache=False).logits
+        logits: Tensor = model(input_ids=tokens, use_cache=False).logits
     except MODEL_CODE_ERRORS as error:
-        raise UnsupportedModelError(
+        raise NoInstanceError(
             f"a small instance of {type(model).__name__} does not run: {error}", hint=ONLINE_HINT
         ) from error
     if not logits.isfinite().all():
@@ -214,20 +232,67 @@ def _logits(model: PreTrainedModel, mode: Float64Mode) -> Tensor:
     return logits
 
 
-def _relative_change(before: Tensor, after: Tensor) -> float:
-    return float((after - before).abs().max() / before.abs().max())
+@dataclass(frozen=True)
+class _Call:
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
 
 
-def _suspects(model: PreTrainedModel, layout: ModelLayout) -> str:
-    """What may stand between V and W_O, by name."""
-    path = layout.layers[0].module
-    attention = model.get_submodule(path)
-    expected = {name.removeprefix(f"{path}.").split(".")[0] for name in layout.layers[0].tensors}
-    unexpected = [
-        name
-        for name, child in attention.named_children()
-        if name not in expected | _HARMLESS_MODULES and not isinstance(child, nn.Dropout)
+def _attention_calls(model: PreTrainedModel, paths: Iterable[str]) -> dict[str, _Call]:
+    """What each attention module is given when the model runs."""
+    calls: dict[str, _Call] = {}
+
+    def note(path: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls[path] = _Call(args, kwargs)
+
+    handles = [
+        model.get_submodule(path).register_forward_pre_hook(partial(note, path), with_kwargs=True)
+        for path in paths
     ]
-    if unexpected:
-        return f"in {type(attention).__name__} stands {', '.join(unexpected)}"
-    return f"{type(attention).__name__}.forward does more than attend between V and W_O"
+    try:
+        trace_cache(model)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return calls
+
+
+class _AttentionAlone:
+    """An attention module with random weights, and random inputs of the shapes that it was given.
+
+    Attributes:
+        weights: its float64 parameters, by their names in the model.
+    """
+
+    def __init__(self, attention: nn.Module, path: str, call: _Call) -> None:
+        generator = torch.Generator().manual_seed(_SEED)
+        self.module = copy.deepcopy(attention).to_empty(device="cpu").double()
+        draw(self.module, generator)
+        for buffer in self.module.buffers():
+            if not buffer.is_floating_point():
+                buffer.fill_(1)
+        self.weights = {f"{path}.{name}": p.data for name, p in self.module.named_parameters()}
+        self.args, self.kwargs = tree_map(
+            lambda leaf: _random_like(leaf, generator), (call.args, call.kwargs)
+        )
+
+    def output(self) -> Tensor:
+        """The attention output behind W_O, [batch, tokens, hidden_size]."""
+        try:
+            result = self.module(*self.args, **self.kwargs)
+        except MODEL_CODE_ERRORS as error:
+            raise UnsupportedModelError(
+                f"{type(self.module).__name__} cannot be run alone: {error}", hint=ONLINE_HINT
+            ) from error
+        output: Tensor = tree_leaves(result)[0]
+        return output
+
+
+def _random_like(leaf: Any, generator: torch.Generator) -> Any:
+    if isinstance(leaf, Cache):
+        return None
+    if not isinstance(leaf, Tensor):
+        return leaf
+    if leaf.is_floating_point():
+        return torch.randn(leaf.shape, generator=generator, dtype=torch.float64)
+    return torch.ones(leaf.shape, dtype=leaf.dtype)

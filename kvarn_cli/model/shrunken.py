@@ -33,6 +33,10 @@ MODEL_CODE_ERRORS = (
 """What the code of a model may raise when a configuration does not fit it."""
 
 
+class NoInstanceError(UnsupportedModelError):
+    """No instance of the model can be built, or none that runs."""
+
+
 def shrink_config(config: PreTrainedConfig) -> PreTrainedConfig:
     """A copy of the configuration with few layers, few heads and small widths.
 
@@ -44,13 +48,13 @@ def shrink_config(config: PreTrainedConfig) -> PreTrainedConfig:
         config: of a model, with or without parts for images and sound; left as it is.
 
     Raises:
-        UnsupportedModelError: its values are of kinds that the configuration's own code, or this
+        NoInstanceError: its values are of kinds that the configuration's own code, or this
             one, cannot read.
     """
     try:
         return cut_config(config)
     except MODEL_CODE_ERRORS as error:
-        raise UnsupportedModelError(
+        raise NoInstanceError(
             f"no small instance of {type(config).__name__} can be made: {_first_line(error)}",
             hint="a value in config.json may be wrong",
         ) from error
@@ -65,11 +69,11 @@ def build_random_model(
     random signs, buffers values from 0.1 to 1. The caller's random state is left alone.
 
     Raises:
-        UnsupportedModelError: the architecture's class cannot be built from the configuration.
+        NoInstanceError: the architecture's class cannot be built from the configuration.
     """
     model = build_model(config, torch.device("cpu"), trust_remote_code=trust_remote_code)
     model.double().eval()
-    _draw(model, torch.Generator().manual_seed(seed))
+    draw(model, torch.Generator().manual_seed(seed))
     return model
 
 
@@ -91,7 +95,7 @@ def build_model(
             model = _build(config, trust_remote_code=trust_remote_code)
         model.tie_weights()
     except MODEL_CODE_ERRORS as error:
-        raise UnsupportedModelError(
+        raise NoInstanceError(
             f"no model of {type(config).__name__} can be built: {_first_line(error)}",
             hint="a fusion is only written when it has been proven; use --rotation online",
         ) from error
@@ -128,7 +132,9 @@ def _build(config: PreTrainedConfig, *, trust_remote_code: bool) -> PreTrainedMo
     return model
 
 
-def _draw(model: nn.Module, generator: torch.Generator) -> None:
+def draw(model: nn.Module, generator: torch.Generator) -> None:
+    """Draw every parameter and float buffer of a float64 model as `build_random_model` says."""
+
     def uniform(shape: torch.Size, low: float, high: float) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.float64).uniform_(low, high, generator=generator)
 
