@@ -97,7 +97,7 @@ def build_model(
     except MODEL_CODE_ERRORS as error:
         raise NoInstanceError(
             f"no model of {type(config).__name__} can be built: {_first_line(error)}",
-            hint="a fusion is only written when it has been proven; use --rotation online",
+            hint="transformers' own code refuses this configuration; a newer release may take it",
         ) from error
     return model
 

@@ -117,7 +117,7 @@ def test_a_missed_threshold_leaves_nothing_unless_forced(llama, short_run, tmp_p
     ("arguments", "word"),
     [
         ([], "no folder to write"),
-        (["--dry-run", "--preset", "k3v3_g7"], "key_bits is 3"),
+        (["--dry-run", "--preset", "k3v2_g7"], "key_bits is 3"),
         (["--dry-run", "--preset", "kv"], "unknown preset 'kv'"),
         (["--dry-run", "--iterations", "-1"], "iterations is -1"),
         (["--dry-run", "--max-kl", "0"], "--max-kl is 0.0"),
@@ -239,7 +239,11 @@ def test_a_revision_from_the_hub_is_converted_and_the_cache_left_alone(hub, hub_
 @pytest.mark.parametrize(
     ("config_change", "options", "exit_code"),
     [
-        ({"quantization_config": {"quant_method": "fp8"}}, ["--no-validate"], 3),
+        (
+            {"quantization_config": {"quant_method": "fp8"}},
+            ["--no-validate", "--rotation", "fused"],
+            3,
+        ),
         ({}, ["--num-samples", "1000000"], 2),
     ],
     ids=["weights quantized", "text too short"],

@@ -15,11 +15,15 @@ import pathlib
 
 pathlib.Path({marker!r}).touch()
 
-from transformers import LlamaConfig
+from transformers import LlamaConfig, LlamaForCausalLM
 
 
 class CustomConfig(LlamaConfig):
     pass
+
+
+class CustomForCausalLM(LlamaForCausalLM):
+    config_class = CustomConfig
 """
 
 
@@ -35,7 +39,11 @@ def build_awkward_checkpoint(folder: Path, family: str = "llama", **options: Any
     (folder / "README.md").write_bytes(b"---\nlicense: apache-2.0\n---\n# Base\n")
     (folder / "notes").mkdir()
     (folder / "notes" / "caf\u00e9.txt").write_bytes(b"\x00\xff")
-    edit_config(folder, auto_map={"AutoConfig": "custom.CustomConfig"}, own_key=[1e-05, None])
+    classes = {
+        "AutoConfig": "custom.CustomConfig",
+        "AutoModelForCausalLM": "custom.CustomForCausalLM",
+    }
+    edit_config(folder, auto_map=classes, own_key=[1e-05, None])
     return folder
 
 
