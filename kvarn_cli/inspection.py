@@ -26,7 +26,7 @@ from kvarn_cli.evaluation.metrics import MEMORY_LENGTHS
 from kvarn_cli.evaluation.quantized_attention import QuantizedAttention
 from kvarn_cli.evaluation.rehearsal import rehearse
 from kvarn_cli.evaluation.retrieval import LookupTask, look_up, lookup_task
-from kvarn_cli.metadata import Rotation
+from kvarn_cli.metadata import KVarNConfig, Rotation
 from kvarn_cli.model.loading import check_token_ids, load_config, load_model, load_tokenizer
 from kvarn_cli.progress import Report, silent
 from kvarn_cli.quantization.hadamard import rotation_matrix
@@ -78,6 +78,7 @@ def inspect_model(
     device: torch.device,
     dtype: torch.dtype | None,
     no_window: bool = False,
+    sliding: bool = False,
     extras: Extras = Extras(),
     revision: str | None = None,
     token: str | None = None,
@@ -96,6 +97,7 @@ def inspect_model(
         device: where the model runs.
         dtype: of the model's arithmetic; None is the stored one.
         no_window: leave no token exact, neither sink nor tail, with any method.
+        sliding: quantize layers with a sliding window too, which engines keep exact.
         extras: measurements beyond the usual ones.
         revision: branch, tag or commit on the Hub.
         token: Hub token.
@@ -116,7 +118,12 @@ def inspect_model(
     )
     config = load_config(source.folder, trust_remote_code=trust_remote_code)
     block = described_cache(config)
-    _refuse_nothing_to_measure(config)
+    covered = _covered(config, block, sliding=sliding)
+    if sliding and extras.greedy_tokens:
+        raise UsageError(
+            "KVarNCache keeps layers with a sliding window exact, so it cannot write with them",
+            hint="leave out --greedy or --sliding",
+        )
     fused = block is not None and block.fused
     rope_dim = rope_key_dim(config)
     if not methods:
@@ -144,7 +151,6 @@ def inspect_model(
     report("loading the model", 1, 1)
     check_token_ids(model, windows)
     rotation = _matrix(block.rotations.value) if block and fused else None
-    covered = block.layers.covered if block else None
     own_methods = fit_methods(
         model,
         windows[text.num_samples :],
@@ -185,7 +191,7 @@ def inspect_model(
         fused=fused,
         compute_dtype=str(model.dtype).removeprefix("torch."),
         num_layers=config.num_hidden_layers,
-        covered_layers=tuple(covered or covered_layers(config)),
+        covered_layers=covered,
         num_heads=config.num_attention_heads,
         num_kv_heads=_num_kv_heads(config),
         head_dim=attention_head_dim(config),
@@ -262,26 +268,35 @@ def _add_retrieval(
     lookup: LookupTask,
     methods: Sequence[Method],
     rotation: Tensor | None,
-    covered: Collection[int] | None,
+    covered: Collection[int],
     report: Report,
 ) -> None:
     """Ask every method."""
     stage = "looking up"
     report(stage, 0, len(methods))
-    layers = covered_layers(model.config) if covered is None else covered
     for index, method in enumerate(methods):
-        tap = QuantizedAttention(layers, method, fused_rotation=rotation, record_errors=False)
+        tap = QuantizedAttention(covered, method, fused_rotation=rotation, record_errors=False)
         answered = look_up(model, lookup, tap)
         results[index] = results[index].model_copy(update={"retrieval": answered})
         report(stage, index + 1, len(methods))
 
 
-def _refuse_nothing_to_measure(config: PreTrainedConfig) -> None:
-    if not covered_layers(config):
+def _covered(
+    config: PreTrainedConfig, block: KVarNConfig | None, *, sliding: bool
+) -> tuple[int, ...]:
+    """The layers to quantize.
+
+    Raises:
+        UnsupportedModelError: there are none.
+    """
+    own = block.layers.covered if block else covered_layers(config)
+    covered = covered_layers(config, cover_sliding=True) if sliding else tuple(own)
+    if not covered:
         raise UnsupportedModelError(
-            f"no layer of {config.model_type} keeps a cache that grows with the sequence"
+            f"no layer of {config.model_type} keeps a cache that grows with the sequence",
+            hint="--sliding measures layers with a sliding window",
         )
-    attention_head_dim(config)
+    return covered
 
 
 def _check_cache(method: Method, config: PreTrainedConfig) -> None:

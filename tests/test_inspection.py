@@ -279,3 +279,15 @@ def test_attention_that_cannot_be_measured_is_refused_before_the_weights_are_rea
     tiny_tokenizer().save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModelError, match="Gemma2Attention uses softcap"):
         inspect(tmp_path, text, "exact")
+
+
+def test_layers_with_a_sliding_window_are_quantized_when_asked(folder, text):
+    sliding = build_tiny_checkpoint(folder / "sliding", "mistral-sliding", sliding_window=128)
+    with pytest.raises(UnsupportedModelError, match="no layer of mistral") as caught:
+        inspect(sliding, text, "kvarn:k2v2_g32")
+    assert "--sliding" in caught.value.hint
+    report = inspect(sliding, text, "kvarn:k2v2_g32,sink_tokens=32", sliding=True)
+    assert report.covered_layers == (0, 1)
+    assert report.results[0].logits.kl.mean > 0
+    with pytest.raises(UsageError, match="KVarNCache keeps layers with a sliding window exact"):
+        inspect(sliding, text, "kvarn:k2v2_g32", sliding=True, extras=Extras(greedy_tokens=4))

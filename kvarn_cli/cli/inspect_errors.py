@@ -40,6 +40,10 @@ def inspect_errors(
         bool,
         typer.Option("--no-window", help="Leave no token exact: no sink and no tail, any method."),
     ] = False,
+    sliding: Annotated[
+        bool,
+        typer.Option("--sliding", help="Quantize layers with a sliding window too."),
+    ] = False,
     oracle: Annotated[
         list[float] | None,
         typer.Option(
@@ -143,6 +147,7 @@ def inspect_errors(
                     device=torch_device,
                     dtype=parse_dtype(dtype, torch_device),
                     no_window=no_window,
+                    sliding=sliding,
                     extras=Extras(
                         oracle_shares=tuple(percent / 100 for percent in oracle or ()),
                         greedy_tokens=greedy,
