@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from kvarn_cli import __version__
 from kvarn_cli.checkpoint.checkpoint import loadable_folder, open_checkpoint
 from kvarn_cli.checkpoint.source import fetch_weights, resolve_source
-from kvarn_cli.errors import UnsupportedModelError, UsageError
+from kvarn_cli.errors import CheckpointError, UsageError
 from kvarn_cli.evaluation.calibration import CalibrationText
 from kvarn_cli.evaluation.error_report import (
     ErrorReport,
@@ -26,7 +26,9 @@ from kvarn_cli.evaluation.metrics import MEMORY_LENGTHS
 from kvarn_cli.evaluation.quantized_attention import QuantizedAttention
 from kvarn_cli.evaluation.rehearsal import rehearse
 from kvarn_cli.evaluation.retrieval import LookupTask, look_up, lookup_task
-from kvarn_cli.metadata import KVarNConfig, Rotation
+from kvarn_cli.metadata import CONFIG_KEY, Rotation
+from kvarn_cli.model.cache_layout import find_cache_layout
+from kvarn_cli.model.cache_trace import build_without_weights, trace_cache
 from kvarn_cli.model.loading import check_token_ids, load_config, load_model, load_tokenizer
 from kvarn_cli.progress import Report, silent
 from kvarn_cli.quantization.hadamard import rotation_matrix
@@ -42,9 +44,7 @@ from kvarn_cli.quantization.methods import (
 )
 from kvarn_cli.runtime.coverage import (
     architecture_of,
-    attention_head_dim,
     check_fit,
-    covered_layers,
     rope_key_dim,
 )
 from kvarn_cli.runtime.description import described_cache
@@ -118,16 +118,22 @@ def inspect_model(
     )
     config = load_config(source.folder, trust_remote_code=trust_remote_code)
     block = described_cache(config)
-    covered = _covered(config, block, sliding=sliding)
+    model_class = build_without_weights(config, trust_remote_code=trust_remote_code)
+    cache = find_cache_layout(config, trace_cache(model_class), cover_sliding=sliding)
+    if block is not None and block.cache.head_dim != cache.head_dim:
+        raise CheckpointError(
+            f"config.json: {CONFIG_KEY} describes heads {block.cache.head_dim} wide, the model's "
+            f"are {cache.head_dim}"
+        )
+    covered = cache.covered if block is None or sliding else tuple(block.layers.covered)
     if sliding and extras.greedy_tokens:
         raise UsageError(
             "KVarNCache keeps layers with a sliding window exact, so it cannot write with them",
             hint="leave out --greedy or --sliding",
         )
     fused = block is not None and block.fused
-    rope_dim = rope_key_dim(config)
     if not methods:
-        preset = DEFAULT_PRESET if rope_dim is None else DEFAULT_LATENT_PRESET
+        preset = DEFAULT_PRESET if cache.rope_dim is None else DEFAULT_LATENT_PRESET
         methods = default_methods(
             block.cache.settings if block else KVarNSettings.from_name(preset)
         )
@@ -193,9 +199,9 @@ def inspect_model(
         num_layers=config.num_hidden_layers,
         covered_layers=covered,
         num_heads=config.num_attention_heads,
-        num_kv_heads=_num_kv_heads(config),
-        head_dim=attention_head_dim(config),
-        rope_dim=rope_dim,
+        num_kv_heads=max(cache.kv_heads.values()),
+        head_dim=cache.head_dim,
+        rope_dim=cache.rope_dim,
         windows=Windows(
             dataset=text.name,
             num_samples=text.num_samples,
@@ -281,24 +287,6 @@ def _add_retrieval(
         report(stage, index + 1, len(methods))
 
 
-def _covered(
-    config: PreTrainedConfig, block: KVarNConfig | None, *, sliding: bool
-) -> tuple[int, ...]:
-    """The layers to quantize.
-
-    Raises:
-        UnsupportedModelError: there are none.
-    """
-    own = block.layers.covered if block else covered_layers(config)
-    covered = covered_layers(config, cover_sliding=True) if sliding else tuple(own)
-    if not covered:
-        raise UnsupportedModelError(
-            f"no layer of {config.model_type} keeps a cache that grows with the sequence",
-            hint="--sliding measures layers with a sliding window",
-        )
-    return covered
-
-
 def _check_cache(method: Method, config: PreTrainedConfig) -> None:
     """Refuse a method that quantizes what this model does not cache."""
     if rope_key_dim(config) is not None and not method.takes_latents:
@@ -308,12 +296,6 @@ def _check_cache(method: Method, config: PreTrainedConfig) -> None:
             "like it",
         )
     check_fit(config, method.settings)
-
-
-def _num_kv_heads(config: PreTrainedConfig) -> int:
-    if rope_key_dim(config) is not None:
-        return 1
-    return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
 
 
 def _matrix(rotation: Rotation) -> Tensor:

@@ -2,7 +2,8 @@
 
 The tap is registered with transformers' attention and mask interfaces under one name (without a
 mask function of the same name, padding and sliding windows would be lost in silence) and chosen
-for the length of a `with` block. Attention itself stays transformers' own sdpa function.
+for the length of a `with` block. Attention itself stays transformers' own sdpa function, except
+where scores are capped or sinks take part, which that function leaves out.
 
 MLA modules cache a latent and compute K and V from it with a method of their own, `expand_kv`. It
 is listened to for the same time, so that a tap sees the latent and can expand another one.
@@ -21,10 +22,11 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from kvarn_cli.errors import UnsupportedModelError
+from kvarn_cli.evaluation.explicit_attention import EXPLICIT_OPTIONS, explicit_attention
 
 ATTENTION_NAME = "kvarn_tap"
 
-_UNKNOWN_TO_SDPA = ("softcap", "s_aux", "sinks", "position_bias", "head_mask")
+_UNKNOWN_OPTIONS = ("sinks", "position_bias", "head_mask")
 
 
 @dataclass(frozen=True)
@@ -98,13 +100,18 @@ class AttentionCall:
         """
         rows = slice(-start % every, None, every)
         query = self.query[:, :, start:end][:, :, rows]
+        explicit = {
+            name: self.options[name]
+            for name in EXPLICIT_OPTIONS
+            if self.options.get(name) is not None
+        }
         if self.mask is None:
             mask = sdpa_mask(
                 len(query),
                 end - start,
                 end,
                 q_offset=start,
-                allow_is_causal_skip=every == 1,
+                allow_is_causal_skip=every == 1 and not explicit,
                 device=query.device,
             )
         else:
@@ -112,6 +119,10 @@ class AttentionCall:
         if every > 1:
             assert mask is not None, "causality is only implied where no row is left out"
             mask = mask[:, :, rows]
+        if explicit:
+            assert mask is not None, "causality is only implied where sdpa can imply it"
+            scaling = self.options.get("scaling")
+            return explicit_attention(query, key, value, mask, scaling=scaling, **explicit)
         output: Tensor = sdpa_attention_forward(
             self.module, query, key, value, mask, **self.options
         )[0]
@@ -199,7 +210,7 @@ def _answer(
     attention_mask: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    for name in _UNKNOWN_TO_SDPA:
+    for name in _UNKNOWN_OPTIONS:
         if options.get(name) is not None:
             raise _unsupported(module, f"uses {name}")
     if query.shape[2] != key.shape[2]:

@@ -140,6 +140,12 @@ def record_exact(
         output = call.attend(0, call.key.shape[2], call.key, call.value)
         if call.layer is None:
             return output
+        if call.layer in attention:
+            raise UnsupportedModelError(
+                f"layer {call.layer} of {type(model).__name__} attends several times in one pass, "
+                "and a pseudo-decode knows one cache for each layer",
+                hint="its cache errors cannot be measured with this release",
+            )
         exact = _in_plain_basis(call, output, fused_rotation)[0]
         attention[call.layer], keys[call.layer] = exact, call.key[0]
         started = time.perf_counter()

@@ -7,6 +7,9 @@ sink and to the tail, and to reconstructed tiles from before the step: a step th
 
 Of an MLA model the latent is quantized, and the module itself expands what comes back to K and V.
 
+Layers that read the cache of another layer get the very tensors of that layer, and see in their
+place what its cache would give back.
+
 The default steps are the tiles themselves, which is also what decoding token by token amounts to:
 every token of a tile finds the same tiles packed.
 """
@@ -18,6 +21,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from kvarn_cli.evaluation.attention import AttentionCall
 from kvarn_cli.evaluation.rope import Rope
@@ -121,25 +125,18 @@ class QuantizedAttention:
         self.key_errors: dict[int, VectorErrors] = {}
         self.value_errors: dict[int, VectorErrors] = {}
         self.saturated_scales: dict[int, int] = {}
+        self._packed = WeakTensorKeyDictionary()
 
     def __call__(self, call: AttentionCall) -> Tensor:
         """Attention output of one layer, [batch, tokens, heads, head_dim]."""
-        layer, num_tokens = call.layer, call.key.shape[2]
-        if layer is None or layer not in self.covered or isinstance(self.method, Exact):
+        num_tokens = call.key.shape[2]
+        if isinstance(self.method, Exact):
             return call.attend(0, num_tokens, call.key, call.value)[:, :: self.every]
-        steps = self._steps(num_tokens)
-        sink = self.method.sink_tokens
-        tiles = slice(sink, sink + steps[-1].packed_tokens)
-        keys, values = self._reconstruct(call, layer, tiles)
-        exact_keys, exact_values = (states[:, :, tiles] for states in call.cached)
-        if self.record_errors:
-            self.key_errors[layer] = vector_errors(exact_keys, keys)
-            if call.latent is None:
-                self.value_errors[layer] = vector_errors(exact_values, values)
-        if self.restoration is not None:
-            keys = self.restoration.apply(exact_keys, keys)
-            values = self.restoration.apply(exact_values, values)
-        keys, values = call.expand(keys, values)
+        steps, sink = self._steps(num_tokens), self.method.sink_tokens
+        packed = self._packed_states(call, slice(sink, sink + steps[-1].packed_tokens))
+        if packed is None:
+            return call.attend(0, num_tokens, call.key, call.value)[:, :: self.every]
+        keys, values = packed
         return torch.cat(
             [
                 call.attend(
@@ -153,6 +150,30 @@ class QuantizedAttention:
             ],
             dim=1,
         )
+
+    def _packed_states(self, call: AttentionCall, tiles: slice) -> tuple[Tensor, Tensor] | None:
+        """K and V of the tokens in tiles as attention gets them back; None where it gets its own.
+
+        A layer that reads the cache of a covered layer is handed that layer's very tensors.
+        """
+        layer = call.layer
+        if call.key in self._packed:
+            shared: tuple[Tensor, Tensor] = self._packed[call.key]
+            return shared
+        if layer is None or layer not in self.covered:
+            return None
+        keys, values = self._reconstruct(call, layer, tiles)
+        exact_keys, exact_values = (states[:, :, tiles] for states in call.cached)
+        if self.record_errors:
+            self.key_errors[layer] = vector_errors(exact_keys, keys)
+            if call.latent is None:
+                self.value_errors[layer] = vector_errors(exact_values, values)
+        if self.restoration is not None:
+            keys = self.restoration.apply(exact_keys, keys)
+            values = self.restoration.apply(exact_values, values)
+        keys, values = call.expand(keys, values)
+        self._packed[call.key] = keys, values
+        return keys, values
 
     def _steps(self, num_tokens: int) -> list[Step]:
         method = self.method

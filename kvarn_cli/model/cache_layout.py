@@ -13,12 +13,11 @@ from kvarn_cli.errors import UnsupportedModelError
 from kvarn_cli.model.cache_trace import TracedLayer
 from kvarn_cli.runtime.coverage import (
     architecture_of,
-    attention_head_dim,
+    check_widths,
     covered_layers,
     left_out_layers,
     rope_key_dim,
 )
-from kvarn_cli.settings import HEAD_DIMS
 
 
 @dataclass(frozen=True)
@@ -61,71 +60,57 @@ class CacheLayout:
         return sum(self.kv_heads.values())
 
 
-def find_cache_layout(config: PreTrainedConfig, traced: Mapping[int, TracedLayer]) -> CacheLayout:
+def find_cache_layout(
+    config: PreTrainedConfig, traced: Mapping[int, TracedLayer], *, cover_sliding: bool = False
+) -> CacheLayout:
     """Join what the configuration says of the layers with what was seen to be cached.
 
     Args:
         config: as transformers reads config.json.
         traced: from `trace_cache`, of a model with this configuration.
+        cover_sliding: count layers with a sliding window as well.
 
     Raises:
         UnsupportedModelError: there is no KV cache that grows with the sequence, or one of a kind
             or width that no KVarN cache takes.
     """
-    left_out = left_out_layers(config)
-    covered = covered_layers(config)
+    covered = covered_layers(config, cover_sliding=cover_sliding)
+    left_out = {i: reason for i, reason in left_out_layers(config).items() if i not in covered}
     left_out |= {index: "it caches nothing" for index in covered if index not in traced}
     layers = {index: traced[index] for index in covered if index in traced}
     if not layers:
         reason = next(iter(left_out.values()), "it has no attention layers")
         raise UnsupportedModelError(
             f"{architecture_of(config)} has no layer whose cache grows with the sequence: {reason}",
-            hint="its cache is small already; there is nothing to convert",
+            hint="its cache is small already, so there is nothing to convert; inspect-errors "
+            "--sliding measures layers with a window",
         )
     rope_dim = rope_key_dim(config)
     return CacheLayout(
-        head_dim=_common_width(config, layers)
-        if rope_dim is None
-        else _latent_width(config, layers, rope_dim),
+        head_dim=_common_width(config, layers, rope_dim),
         rope_dim=rope_dim,
         kv_heads={index: layer.num_kv_heads for index, layer in layers.items()},
         left_out=tuple(LeftOutLayer(index, left_out[index]) for index in sorted(left_out)),
     )
 
 
-def _latent_width(
-    config: PreTrainedConfig, layers: Mapping[int, TracedLayer], rope_dim: int
+def _common_width(
+    config: PreTrainedConfig, layers: Mapping[int, TracedLayer], rope_dim: int | None
 ) -> int:
-    width = attention_head_dim(config)
-    for index, layer in layers.items():
-        if (layer.num_kv_heads, layer.key_width, layer.value_width) != (1, width, rope_dim):
-            raise UnsupportedModelError(
-                f"layer {index} of {architecture_of(config)} caches {layer.num_kv_heads} heads of "
-                f"{layer.key_width} and {layer.value_width} channels, not the latent of {width} "
-                f"and the RoPE key of {rope_dim} that its configuration names"
-            )
-    return width
-
-
-def _common_width(config: PreTrainedConfig, layers: Mapping[int, TracedLayer]) -> int:
+    architecture = architecture_of(config)
     first, width = next((index, layer.key_width) for index, layer in layers.items())
     for index, layer in layers.items():
-        if layer.key_width != layer.value_width:
+        key_width, value_width = layer.key_width, layer.value_width
+        check_widths(architecture, index, key_width, value_width, latent=rope_dim is not None)
+        if rope_dim is not None and (layer.num_kv_heads, value_width) != (1, rope_dim):
             raise UnsupportedModelError(
-                f"layer {index} of {architecture_of(config)} caches keys {layer.key_width} and "
-                f"values {layer.value_width} wide; a KVarN record holds both in one width"
+                f"layer {index} of {architecture} caches {layer.num_kv_heads} heads of "
+                f"{key_width} and {value_width} channels, not one latent and the RoPE key of "
+                f"{rope_dim} that its configuration names"
             )
-        if layer.key_width != width:
+        if key_width != width:
             raise UnsupportedModelError(
-                f"{architecture_of(config)} has heads {width} wide in layer {first} and "
-                f"{layer.key_width} wide in layer {index}; KVarN caches take one width"
+                f"{architecture} has heads {width} wide in layer {first} and {key_width} wide in "
+                f"layer {index}; KVarN caches take one width"
             )
-    if width not in HEAD_DIMS:
-        distance = min(abs(known - width) for known in HEAD_DIMS)
-        nearest = " or ".join(str(known) for known in HEAD_DIMS if abs(known - width) == distance)
-        raise UnsupportedModelError(
-            f"head_dim is {width}; KVarN caches take {', '.join(map(str, HEAD_DIMS))}",
-            hint=f"nearest is a model with head_dim {nearest}; --rotation online does not help, "
-            "since K is rotated by a Hadamard matrix of the same width",
-        )
     return width

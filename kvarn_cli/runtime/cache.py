@@ -1,30 +1,21 @@
-"""A KV cache for transformers that keeps full tiles as packed records.
-
-The first `sink_tokens` tokens and the newest, incomplete tile stay in the model's own dtype. A
-tile is packed *after* the step that fills it: the tokens of one step attend exactly to one another
-and to dequantized tiles from before the step. Dequantized tiles live for one attention call.
-"""
+"""A KV cache for transformers that keeps full tiles as packed records."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
-import torch
-from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer
+from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer, LinearAttentionLayer
 
 from kvarn_cli.errors import UnsupportedModelError, UsageError
-from kvarn_cli.quantization.latent_codec import LatentCodec, codec_for
-from kvarn_cli.quantization.saturation import watch_saturation
-from kvarn_cli.quantization.tile_codec import TileCodec
-from kvarn_cli.runtime.coverage import (
-    attention_head_dim,
-    check_fit,
-    covered_layers,
-    rope_key_dim,
-)
+from kvarn_cli.runtime.coverage import architecture_of, check_fit, covered_layers
 from kvarn_cli.runtime.description import described_cache
+from kvarn_cli.runtime.packed_layer import (
+    KVarNHybridLayer,
+    KVarNIndexedLayer,
+    KVarNLayer,
+    LayerPlan,
+)
 from kvarn_cli.settings import KVarNSettings
 
 
@@ -41,175 +32,23 @@ class CacheMemory:
     sixteen_bit_bytes: int
 
 
-class KVarNLayer(DynamicLayer):  # type: ignore[no-untyped-call, unused-ignore]
-    """The cache of one full-attention layer.
-
-    `keys` and `values` hold the exact tokens, the sink followed by the tail,
-    [batch, kv_heads, tokens, head_dim]; `records` holds the packed tiles between them, uint8
-    [batch, kv_heads, tiles, record_bytes]. An MLA layer has one KV head, whose `keys` are latents
-    and whose `values` are RoPE keys.
-
-    `saturated_scales` counts stored scales that had to be clamped.
-
-    After `activate_past_recording` packing waits for the `crop` that ends each step, so that
-    rejected draft tokens never enter a tile.
-    """
-
-    keys: Tensor
-    values: Tensor
-    records: Tensor
-
-    def __init__(self, codec: TileCodec | LatentCodec) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.codec = codec
-        self.record_past = False
-        self.saturated_scales = 0
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Start empty, with the shapes, dtype and device of the first states.
-
-        Raises:
-            UnsupportedModelError: the states are not K and V of the configured head width.
-        """
-        widths = key_states.shape[-1], value_states.shape[-1]
-        if widths != self.codec.widths:
-            configured = " and ".join(map(str, dict.fromkeys(self.codec.widths)))
-            raise UnsupportedModelError(
-                f"the model caches keys and values {widths[0]} and {widths[1]} wide, "
-                f"its configuration says {configured}"
-            )
-        batch, heads = key_states.shape[:2]
-        record_bytes = self.codec.record_bytes
-        self.dtype, self.device = key_states.dtype, key_states.device
-        self.keys = key_states.new_empty(batch, heads, 0, widths[0])
-        self.values = value_states.new_empty(batch, heads, 0, widths[1])
-        self.records = self.keys.new_empty(batch, heads, 0, record_bytes, dtype=torch.uint8)
-        self.is_initialized = True
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Add the states of one step and return those of the whole sequence.
-
-        Args:
-            key_states: [batch, kv_heads, new_tokens, head_dim], after RoPE.
-            value_states: the same shape.
-            args: ignored, as in transformers' own layers.
-            kwargs: ignored as well.
-
-        Returns:
-            K and V of all tokens in the model's dtype, those of packed tiles dequantized.
-        """
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        self.keys = torch.cat((self.keys, key_states), dim=-2)
-        self.values = torch.cat((self.values, value_states), dim=-2)
-        states = self._unpacked()
-        if not self.record_past:
-            self._pack_full_tiles()
-        return states
-
-    def get_seq_length(self) -> int:
-        """Tokens in the cache, exact and packed."""
-        return self.keys.shape[-2] + self.packed_tokens if self.is_initialized else 0
-
-    @property
-    def packed_tokens(self) -> int:
-        """Tokens held in records."""
-        tiles = self.records.shape[-2] if self.is_initialized else 0
-        return tiles * self.codec.settings.group_size
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Remove the newest tokens, as long as they are exact.
-
-        Args:
-            tokens_to_remove: their number as a negative count, or 0.
-
-        Raises:
-            UsageError: the cut would open a packed tile, whose exact tokens are gone.
-        """
-        exact_tail = self.get_seq_length() - self.packed_tokens - self.codec.settings.sink_tokens
-        if self.packed_tokens and -tokens_to_remove > exact_tail:
-            raise UsageError(
-                f"cannot remove {-tokens_to_remove} tokens: only the newest {exact_tail} are "
-                "still exact, those before them are packed",
-                hint="call activate_past_recording() before the steps that are to be undone",
-            )
-        super().crop(tokens_to_remove)
-        if self.record_past and self.is_initialized:
-            self._pack_full_tiles()
-
-    def activate_past_recording(self) -> None:
-        """Keep the tokens of each step exact until the `crop` that ends the step."""
-        self.record_past = True
-
-    def reset(self) -> None:
-        """Forget all tokens and free their memory."""
-        super().reset()
-        self.records = torch.empty(0, dtype=torch.uint8)
-        self.saturated_scales = 0
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Follow the chosen beams, [batch]."""
-        self.batch_select_indices(beam_idx.to(self.device))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each sequence of the batch."""
-        super().batch_repeat_interleave(repeats)
-        if self.is_initialized:
-            self.records = self.records.repeat_interleave(repeats, dim=0)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the sequences with these indices."""
-        super().batch_select_indices(indices)
-        if self.is_initialized:
-            self.records = self.records[indices]
-
-    def _unpacked(self) -> tuple[Tensor, Tensor]:
-        if not self.packed_tokens:
-            return self.keys, self.values
-        sink = self.codec.settings.sink_tokens
-        keys, values = self.codec.decode(self.records)
-        return _insert(self.keys, keys, sink), _insert(self.values, values, sink)
-
-    def _pack_full_tiles(self) -> None:
-        settings = self.codec.settings
-        new_tokens = settings.packed_tokens(self.get_seq_length()) - self.packed_tokens
-        if not new_tokens:
-            return
-        sink, end = settings.sink_tokens, settings.sink_tokens + new_tokens
-        with watch_saturation() as saturated:
-            records = self.codec.encode(self.keys[..., sink:end, :], self.values[..., sink:end, :])
-        self.saturated_scales += saturated.count
-        self.records = torch.cat((self.records, records), dim=-2)
-        self.keys = torch.cat((self.keys[..., :sink, :], self.keys[..., end:, :]), dim=-2)
-        self.values = torch.cat((self.values[..., :sink, :], self.values[..., end:, :]), dim=-2)
-
-
-class KVarNIndexedLayer(KVarNLayer, DynamicIndexedLayer):
-    """A `KVarNLayer` of sparse attention, whose indexer's keys stay as transformers keeps them."""
-
-
-def _insert(exact: Tensor, packed: Tensor, sink: int) -> Tensor:
-    head, tail = exact[..., :sink, :], exact[..., sink:, :]
-    return torch.cat((head, packed.to(exact.dtype), tail), dim=-2)
-
-
 class KVarNCache(Cache):
     """A transformers cache whose full-attention layers store K and V as packed records.
 
     Pass it to a forward pass or to `model.generate` as `cache`. Layers with a sliding window or a
-    recurrent state keep transformers' own cache.
+    recurrent state keep transformers' own cache. Each layer may have heads of its own width, which
+    the first states tell.
 
     Args:
         config: of the model.
         settings: of the quantizer.
         fused: True when the rotation of V, or of the latent, is fused into the model's weights.
         covered: indices of the layers to pack; None means every full-attention layer.
+        head_dim: width of the heads that the model's `kvarn_config` promises; None if it has none.
 
     Raises:
-        UnsupportedModelError: the model keeps no K and V per layer, its heads have a width that
-            no record holds, or `covered` names a layer without full attention.
+        UnsupportedModelError: the model keeps no K and V per layer, or `covered` names a layer
+            without full attention.
         UsageError: the settings are of a latent cache and the model has none, or vice versa.
     """
 
@@ -220,6 +59,7 @@ class KVarNCache(Cache):
         *,
         fused: bool = False,
         covered: Collection[int] | None = None,
+        head_dim: int | None = None,
     ) -> None:
         self.settings = settings
         full_attention = covered_layers(config)
@@ -230,12 +70,16 @@ class KVarNCache(Cache):
                 hint="leave layers with a sliding window or a recurrent state out",
             )
         check_fit(config, settings)
-        width, rope_dim = attention_head_dim(config), rope_key_dim(config)
-        codec = codec_for(settings, width, width if rope_dim is None else rope_dim, fused=fused)
         layers = DynamicCache(config=config).layers
         for index in self.covered:
-            indexed = isinstance(layers[index], DynamicIndexedLayer)
-            layers[index] = KVarNIndexedLayer(codec) if indexed else KVarNLayer(codec)
+            plan = LayerPlan(index, architecture_of(config), settings, fused, head_dim)
+            layer = layers[index]
+            if isinstance(layer, LinearAttentionLayer):
+                layers[index] = KVarNHybridLayer(plan, layer.number_of_states)
+            elif isinstance(layer, DynamicIndexedLayer):
+                layers[index] = KVarNIndexedLayer(plan)
+            else:
+                layers[index] = KVarNLayer(plan)
         super().__init__(layers=layers)
 
     @classmethod
@@ -257,6 +101,7 @@ class KVarNCache(Cache):
                 settings or block.cache.settings,
                 fused=block.fused,
                 covered=block.layers.covered,
+                head_dim=block.cache.head_dim,
             )
         if settings is None:
             raise UsageError(

@@ -4,11 +4,13 @@ from transformers import PreTrainedConfig
 
 from kvarn_cli.errors import CheckpointError
 from kvarn_cli.metadata import CONFIG_KEY, KVarNConfig
-from kvarn_cli.runtime.coverage import attention_head_dim, covered_layers, rope_key_dim
+from kvarn_cli.runtime.coverage import covered_layers, rope_key_dim
 
 
 def described_cache(config: PreTrainedConfig) -> KVarNConfig | None:
     """The `kvarn_config` block of a model's configuration; None when it is not converted.
+
+    The width of its heads is left to the cache, which sees the states.
 
     Raises:
         CheckpointError: the block is broken, or describes another model than this one.
@@ -17,7 +19,7 @@ def described_cache(config: PreTrainedConfig) -> KVarNConfig | None:
     block = KVarNConfig.from_config_dict(config.to_dict())
     if block is None:
         return None
-    head_dim, rope_dim = attention_head_dim(config), rope_key_dim(config)
+    rope_dim = rope_key_dim(config)
     if block.cache.rope_dim != rope_dim:
         described, own = (
             "K and V" if width is None else f"a latent beside a RoPE key of {width} channels"
@@ -25,11 +27,6 @@ def described_cache(config: PreTrainedConfig) -> KVarNConfig | None:
         )
         raise CheckpointError(
             f"config.json: {CONFIG_KEY} describes a cache of {described}, the model's is of {own}"
-        )
-    if block.cache.head_dim != head_dim:
-        raise CheckpointError(
-            f"config.json: {CONFIG_KEY} describes heads {block.cache.head_dim} wide, "
-            f"the model's are {head_dim}"
         )
     if others := sorted(set(block.layers.covered) - set(covered_layers(config))):
         raise CheckpointError(

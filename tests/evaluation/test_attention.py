@@ -1,6 +1,9 @@
+from typing import Any
+
 import pytest
 import torch
 from decoding import calm_model, exact_logits, random_tokens
+from tiny_models import tiny_model
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -61,48 +64,56 @@ def test_the_model_gets_its_attention_back_even_after_an_error(before: str) -> N
     assert model.config._attn_implementation == before
 
 
+_SMALL: dict[str, Any] = {
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "sliding_window": 16,
+}
+
+
 @pytest.mark.parametrize(
-    ("config", "message"),
+    ("config", "option"),
     [
-        (
-            BloomConfig(vocab_size=300, hidden_size=64, n_layer=1, n_head=2),
-            "BloomForCausalLM does not use transformers' attention interface",
-        ),
-        (
-            Gemma2Config(
-                vocab_size=300,
-                hidden_size=64,
-                intermediate_size=64,
-                num_hidden_layers=1,
-                num_attention_heads=2,
-                num_key_value_heads=1,
-                head_dim=32,
-            ),
-            "Gemma2Attention uses softcap",
-        ),
-        (
-            GptOssConfig(
-                vocab_size=300,
-                hidden_size=64,
-                intermediate_size=64,
-                num_hidden_layers=1,
-                num_attention_heads=2,
-                num_key_value_heads=1,
-                head_dim=32,
-                num_local_experts=2,
-                num_experts_per_tok=1,
-            ),
-            "GptOssAttention uses s_aux",
-        ),
+        (Gemma2Config(**_SMALL, attn_logit_softcapping=1.0), "softcap"),
+        (GptOssConfig(**_SMALL, num_local_experts=2, num_experts_per_tok=1), "s_aux"),
     ],
-    ids=["outside the interface", "softcap", "attention sinks"],
+    ids=["capped scores", "attention sinks"],
 )
-def test_attention_that_cannot_be_reproduced_is_refused_by_name(
-    config: PreTrainedConfig, message: str
+def test_what_sdpa_leaves_out_is_computed_as_the_model_does(
+    config: PreTrainedConfig, option: str
 ) -> None:
+    model = tiny_model(config, dtype=torch.float64)
+    model.set_experts_implementation("eager")
+    tokens = random_tokens(50)
+    seen: set[str] = set()
+
+    def plainly_in_steps(call: AttentionCall) -> Tensor:
+        seen.update(name for name, value in call.options.items() if value is not None)
+        steps = [(0, 20), (20, 50)]
+        return torch.cat(
+            [
+                call.attend(start, end, call.key[:, :, :end], call.value[:, :, :end])
+                for start, end in steps
+            ],
+            dim=1,
+        )
+
+    with attention_tap(model, plainly_in_steps):
+        tapped = exact_logits(model, tokens)
+    assert option in seen
+    torch.testing.assert_close(tapped, exact_logits(model, tokens), rtol=1e-4, atol=1e-5)
+
+
+def test_attention_outside_the_interface_is_refused_by_name() -> None:
+    config = BloomConfig(vocab_size=300, hidden_size=64, n_layer=1, n_head=2)
     model = AutoModelForCausalLM.from_config(config).eval()
     before = model.config._attn_implementation
-    with pytest.raises(UnsupportedModelError, match=message):
+    with pytest.raises(UnsupportedModelError, match="BloomForCausalLM does not use transformers'"):
         _tapped_logits(model, random_tokens(10))
     assert model.config._attn_implementation == before
 

@@ -46,7 +46,10 @@ def test_a_layer_that_caches_nothing_is_left_out():
     [
         ([(2, 64, 64), (2, 128, 128)], "heads 64 wide in layer 0 and 128 wide in layer 1"),
         ([(2, 64, 64), (2, 64, 128)], "layer 1 of the model caches keys 64 and values 128 wide"),
-        ([(2, 80, 80), (2, 80, 80)], "head_dim is 80; KVarN caches take 32, 64, 128, 256, 512"),
+        (
+            [(2, 80, 80), (2, 80, 80)],
+            "head_dim is 80 in layer 0 of the model; KVarN caches take 32, 64, 128, 256, 512",
+        ),
         ([], "no layer whose cache grows with the sequence: it caches nothing"),
     ],
 )

@@ -14,8 +14,9 @@ from decoding import (
 )
 from transformers import DynamicCache, PreTrainedModel
 
-from kvarn_cli.errors import UnsupportedModelError, UsageError
-from kvarn_cli.runtime.cache import KVarNCache, KVarNLayer
+from kvarn_cli.errors import CheckpointError, UnsupportedModelError, UsageError
+from kvarn_cli.runtime.cache import KVarNCache
+from kvarn_cli.runtime.packed_layer import KVarNLayer
 from kvarn_cli.settings import KVarNSettings
 
 LENGTHS = [1, 127, 128, 129, 255, 256, 257, 300, 700]
@@ -322,13 +323,21 @@ def test_a_layer_without_full_attention_cannot_be_packed(settings: KVarNSettings
 
 def test_a_head_width_that_no_record_holds_is_refused(settings: KVarNSettings) -> None:
     model = calm_model("llama", head_dim=48)
-    with pytest.raises(UnsupportedModelError, match="head_dim is 48"):
-        KVarNCache(model.config, settings)
+    with pytest.raises(UnsupportedModelError, match="head_dim is 48 in layer 0 of llama"):
+        cached_logits(model, random_tokens(5), KVarNCache(model.config, settings), [5])
 
 
-def test_states_of_another_width_are_refused(
+def test_keys_and_values_of_different_widths_are_refused(
     llama: PreTrainedModel, settings: KVarNSettings
 ) -> None:
     cache = KVarNCache(llama.config, settings)
-    with pytest.raises(UnsupportedModelError, match="512 and 64 wide, its configuration says 32"):
+    with pytest.raises(UnsupportedModelError, match="layer 0 of llama caches keys 512 and values"):
         cache.update(torch.zeros(1, 1, 3, 512), torch.zeros(1, 1, 3, 64), 0)
+
+
+def test_states_of_another_width_than_promised_are_refused(
+    llama: PreTrainedModel, settings: KVarNSettings
+) -> None:
+    cache = KVarNCache(llama.config, settings, head_dim=64)
+    with pytest.raises(CheckpointError, match="describes heads 64 wide, and layer 0 caches"):
+        cached_logits(llama, random_tokens(5), cache, [5])

@@ -5,7 +5,7 @@ from transformers import (
     DeepseekV32Config,
     FalconH1Config,
     Gemma3nTextConfig,
-    GPT2Config,
+    Gemma4TextConfig,
     KimiLinearConfig,
     LlamaConfig,
     MistralConfig,
@@ -16,7 +16,7 @@ from transformers import (
 from kvarn_cli.errors import UnsupportedModelError
 from kvarn_cli.runtime.coverage import (
     architecture_of,
-    attention_head_dim,
+    check_widths,
     covered_layers,
     left_out_layers,
     rope_key_dim,
@@ -60,18 +60,35 @@ def test_recurrent_layers_have_their_own_reason() -> None:
     linear = Qwen3NextConfig(num_hidden_layers=4)
     assert covered_layers(linear) == (3,)
     assert "fixed size" in left_out_layers(linear)[0]
-    hybrid = FalconH1Config(num_hidden_layers=1)
-    assert covered_layers(hybrid) == ()
-    assert "LinearAttentionAndFullAttentionLayer" in left_out_layers(hybrid)[0]
+
+
+def test_attention_with_a_state_beside_it_is_covered() -> None:
+    hybrid = FalconH1Config(num_hidden_layers=2)
+    assert covered_layers(hybrid) == (0, 1)
+    assert left_out_layers(hybrid) == {}
+
+
+def test_layers_that_read_the_cache_of_another_layer_are_left_out() -> None:
+    kinds = ["sliding_attention", "full_attention"]
+    for config in (
+        Gemma3nTextConfig(num_hidden_layers=4, num_kv_shared_layers=2, layer_types=2 * kinds),
+        Gemma4TextConfig(num_hidden_layers=4, num_kv_shared_layers=2, layer_types=2 * kinds),
+    ):
+        assert covered_layers(config) == (1,)
+        assert "no KV cache of its own" in left_out_layers(config)[3]
+        assert covered_layers(config, cover_sliding=True) == (0, 1)
+
+
+def test_layers_may_differ_in_width_and_heads() -> None:
+    wide = Gemma4TextConfig(num_hidden_layers=2, layer_types=["full_attention"] * 2)
+    assert covered_layers(wide) == (0, 1)
+    few = LlamaConfig(num_hidden_layers=2, per_layer_config={1: {"num_key_value_heads": 4}})
+    assert covered_layers(few) == (0, 1)
 
 
 @pytest.mark.parametrize(
     ("config", "named"),
     [
-        (Gemma3nTextConfig(num_hidden_layers=4, num_kv_shared_layers=2), "num_kv_shared_layers"),
-        (PreTrainedConfig(num_hidden_layers=2, attention_k_eq_v=True), "attention_k_eq_v"),
-        (PreTrainedConfig(num_hidden_layers=2, global_head_dim=512), "global_head_dim"),
-        (PreTrainedConfig(num_hidden_layers=2, kv_sharing_modes=["own", "reuse"]), "kv_sharing"),
         (PreTrainedConfig(), "num_hidden_layers None"),
         (LlamaConfig(decoder=3), "nests something that is no model's configuration"),
         (LlamaConfig(text_config=3), "nests something"),
@@ -79,10 +96,6 @@ def test_recurrent_layers_have_their_own_reason() -> None:
         (
             PreTrainedConfig(num_hidden_layers=1, layer_types=["minimax_m3_sparse"]),
             "layers of type 'minimax_m3_sparse'",
-        ),
-        (
-            LlamaConfig(num_hidden_layers=2, per_layer_config={1: {"num_key_value_heads": 4}}),
-            "is_heterogeneous",
         ),
     ],
 )
@@ -92,18 +105,9 @@ def test_other_caches_are_refused_by_name(config: PreTrainedConfig, named: str) 
             ask(config)
 
 
-def test_head_dim_is_the_configured_one_even_where_heads_do_not_fill_the_hidden_size() -> None:
-    assert attention_head_dim(tiny_config("qwen3", head_dim=64)) == 64
-    config = LlamaConfig(hidden_size=256, num_attention_heads=4)
-    config.head_dim = None
-    assert attention_head_dim(config) == 64
-    assert attention_head_dim(GPT2Config()) == 64
-
-
 def test_of_a_model_with_mla_the_latent_counts() -> None:
     config = DeepseekV3Config(num_hidden_layers=2)
     assert covered_layers(config) == (0, 1)
-    assert attention_head_dim(config) == 512
     assert rope_key_dim(config) == 64
     assert rope_key_dim(LlamaConfig()) is None
     sparse = DeepseekV32Config(num_hidden_layers=3)
@@ -112,34 +116,27 @@ def test_of_a_model_with_mla_the_latent_counts() -> None:
     layers = ["linear_attention", "full_attention"]
     hybrid = KimiLinearConfig(num_hidden_layers=2, layer_types=layers)
     assert covered_layers(hybrid) == (1,)
-    with pytest.raises(UnsupportedModelError, match="kv_lora_rank is 384"):
-        attention_head_dim(DeepseekV3Config(kv_lora_rank=384))
 
 
 @pytest.mark.parametrize(
     ("head_dim", "nearest"), [(80, "64"), (96, "64 or 128"), (112, "128"), (120, "128")]
 )
 def test_widths_that_no_cache_takes_are_refused(head_dim: int, nearest: str) -> None:
-    with pytest.raises(UnsupportedModelError, match=rf"head_dim is {head_dim}") as caught:
-        attention_head_dim(PreTrainedConfig(head_dim=head_dim))
-    assert f"head_dim {nearest};" in caught.value.hint
+    with pytest.raises(
+        UnsupportedModelError, match=rf"head_dim is {head_dim} in layer 7 of X"
+    ) as caught:
+        check_widths("X", 7, head_dim, head_dim)
+    assert f"a model with head_dim {nearest};" in caught.value.hint
     assert "--rotation online does not help" in caught.value.hint
 
 
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        ({"head_dim": 0}, "head_dim is 0"),
-        ({"head_dim": [64]}, r"head_dim is \[64\]"),
-        ({"hidden_size": 250}, "hidden_size 250"),
-        ({"num_attention_heads": 0}, "num_attention_heads 0"),
-        ({"hidden_size": "wide"}, "hidden_size 'wide'"),
-    ],
-)
-def test_a_width_that_cannot_be_read_is_refused(change: dict[str, object], named: str) -> None:
-    values = {"hidden_size": 256, "num_attention_heads": 4} | change
-    with pytest.raises(UnsupportedModelError, match=named):
-        attention_head_dim(PreTrainedConfig(**values))
+def test_keys_and_values_have_one_width_unless_they_are_a_latent_and_its_rope_key() -> None:
+    check_widths("X", 0, 128, 128)
+    check_widths("X", 0, 512, 64, latent=True)
+    with pytest.raises(UnsupportedModelError, match="layer 3 of X caches keys 192 and values 128"):
+        check_widths("X", 3, 192, 128)
+    with pytest.raises(UnsupportedModelError, match="kv_lora_rank is 384 in layer 0"):
+        check_widths("X", 0, 384, 64, latent=True)
 
 
 @pytest.mark.parametrize("odd", ["LlamaForCausalLM", 5, [], [5], {"a": 1}, None])

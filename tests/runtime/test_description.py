@@ -27,7 +27,6 @@ def test_a_fitting_block_is_read() -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (described(head_dim=64), "describes heads 64 wide, the model's are 32"),
         (described(layers=Layers(covered=[0, 2])), "covers layer 2"),
         (described(layers=Layers(covered=[-1])), "covers layer -1"),
         (described("mistral-sliding"), "covers layer 0"),

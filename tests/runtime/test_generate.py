@@ -106,7 +106,7 @@ def test_settings_given_in_code_replace_those_of_the_configuration(
     settings = KVarNSettings.from_name("k4v4_g64")
     cache = KVarNCache.from_model(converted, settings)
     assert cache.settings == settings
-    assert not cache.layers[0].codec.rotate_values
+    assert cache.layers[0].plan.fused
 
 
 def test_a_model_that_is_not_converted_needs_settings(
@@ -115,4 +115,4 @@ def test_a_model_that_is_not_converted_needs_settings(
     with pytest.raises(UsageError, match="no kvarn_config") as refused:
         KVarNCache.from_model(llama)
     assert "from_name" in refused.value.hint
-    assert KVarNCache.from_model(llama, settings).layers[0].codec.rotate_values
+    assert not KVarNCache.from_model(llama, settings).layers[0].plan.fused
