@@ -26,13 +26,14 @@ def check_space(folder: Path, needed_bytes: int) -> None:
     Raises:
         DiskFullError: fewer bytes are free; the message says how many are missing.
     """
-    if shutil.disk_usage(folder).free < needed_bytes:
+    enough = shutil.disk_usage(folder).free >= needed_bytes
+    if not enough and _settled_free_bytes(folder) < needed_bytes:
         raise disk_full(folder, needed_bytes, "not enough space")
 
 
 def disk_full(folder: Path, needed_bytes: int, reason: str) -> DiskFullError:
     """The error for a disk that took no more with `needed_bytes` still to be written."""
-    free = shutil.disk_usage(folder).free
+    free = _settled_free_bytes(folder)
     missing = max(needed_bytes - free, 0)
     return DiskFullError(
         f"cannot write to {folder}: {reason}; {_gigabytes(needed_bytes)} are still to be written, "
@@ -61,6 +62,12 @@ def measure_write_speed(folder: Path) -> float | None:
             return _SPEED_BYTES / (time.perf_counter() - start)
     except OSError:
         return None
+
+
+def _settled_free_bytes(folder: Path) -> int:
+    """Free bytes, with those of files deleted just now, which btrfs counts after a sync only."""
+    os.sync()
+    return shutil.disk_usage(folder).free
 
 
 def _gigabytes(size_bytes: int) -> str:

@@ -40,7 +40,7 @@ class NewFile:
         self._filled = 0
         self._changed: list[slice] = []
         self._position = 0
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvarn-write")
+        self._thread = ThreadPoolExecutor(1)
         self._pending: Future[None] | None = None
 
     def __enter__(self) -> Self:

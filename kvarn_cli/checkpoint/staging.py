@@ -75,6 +75,10 @@ class Staging:
         for name, written in list(self.journal.files.items()):
             if name not in expected or not matches(self.folder / name, written.record):
                 self.journal.forget_file(name)
+        self.remove_unlisted()
+
+    def remove_unlisted(self) -> None:
+        """Remove every file that the journal does not list as finished."""
         for parent, _, names in os.walk(self.folder):
             for path in (Path(parent, name) for name in names):
                 if path.relative_to(self.folder).as_posix() not in self.journal.files:

@@ -159,24 +159,14 @@ class CheckpointWriter:
             CheckpointError: a source file was cut short or changed since it was opened.
         """
         with self._disk_errors():
-            for sidecar in map(str, self._checkpoint.sidecars):
-                if sidecar not in without and sidecar not in self.files:
-                    self._copy_sidecar(sidecar)
-            largest_first = sorted(
-                (name for name in self._shards if name not in self.files),
-                key=lambda name: -self._shards[name].size_bytes,
-            )
-            workers = min(os.cpu_count() or 1, _MOST_SHARDS_AT_ONCE)
-            with ThreadPoolExecutor(workers, thread_name_prefix="kvarn-shard") as pool:
-                futures = [pool.submit(self._write_shard, name) for name in largest_first]
-                try:
-                    done, _ = wait(futures, return_when=FIRST_EXCEPTION)
-                    failed = [e for future in done if (e := future.exception())]
-                    if failed:
-                        raise failed[0]
-                finally:
-                    self._stop.set()
-                    pool.shutdown(cancel_futures=True)
+            try:
+                for sidecar in map(str, self._checkpoint.sidecars):
+                    if sidecar not in without and sidecar not in self.files:
+                        self._copy_sidecar(sidecar)
+                self._write_shards()
+            except OSError:
+                self._staging.remove_unlisted()  # a full disk has better use for half a shard
+                raise
 
     def add_file(self, name: str, content: bytes) -> None:
         """Write one file that is not the source's own.
@@ -198,6 +188,21 @@ class CheckpointWriter:
         """
         with self._disk_errors():
             self._staging.commit()
+
+    def _write_shards(self) -> None:
+        largest_first = sorted(
+            (name for name in self._shards if name not in self.files),
+            key=lambda name: -self._shards[name].size_bytes,
+        )
+        with ThreadPoolExecutor(min(os.cpu_count() or 1, _MOST_SHARDS_AT_ONCE)) as pool:
+            futures = [pool.submit(self._write_shard, name) for name in largest_first]
+            try:
+                done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+                for future in done:
+                    future.result()
+            finally:
+                self._stop.set()
+                pool.shutdown(cancel_futures=True)
 
     def _write_shard(self, name: str) -> None:
         plan = self._shards[name]

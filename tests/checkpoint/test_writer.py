@@ -360,6 +360,8 @@ def test_a_disk_that_becomes_full_is_told_and_continued_later(
     ):
         writer.copy()
     assert "continues" in told.value.hint
+    assert (unfinished(output) / "checkpoint" / FIRST).exists()
+    assert not (unfinished(output) / "checkpoint" / SECOND).exists()
     needed = told.value.details["needed_bytes"]
     assert isinstance(needed, int)
     assert (checkpoint.folder / SECOND).stat().st_size <= needed < 2**21

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_files import contents
+from small_disk import fill, small_disk
 from tiny_models import build_tiny_checkpoint
 
 KVARN = [sys.executable, "-m", "kvarn_cli"]
@@ -131,19 +132,41 @@ def test_two_conversions_to_one_output(
 def test_a_full_disk_has_its_own_exit_code(
     model: Path, reference: dict[str, bytes], tmp_path: Path
 ) -> None:
-    output = tmp_path / "out"
+    """On a tmpfs that fills up while it is written, or with a limit on the size of files."""
+    disk = tmp_path / "disk"
+    output = disk / "out"
+    with small_disk(disk, 4 * sum(map(len, reference.values()))) as mounted:
+        full = fill_up_meanwhile(model, output) if mounted else run_with_limit(model, output)
+        assert full.returncode == 7, full.stderr
+        assert json.loads(full.stdout)["error"]["needed_bytes"] > 0
+        assert "missing" in full.stderr
+        assert "it continues" in full.stderr
+        assert not output.exists()
+        assert unfinished(output).exists()
+        assert run(convert(model, output)).returncode == 0
+        assert contents(output) == reference
+        assert [path.name for path in disk.iterdir()] == ["out"]
+
+
+def fill_up_meanwhile(model: Path, output: Path) -> "subprocess.CompletedProcess[str]":
+    """Fill the disk when everything is checked and only the writing is left."""
+    command, ballast = convert(model, output, "--json"), output.with_name("ballast")
+    with started(command, journal_holds(output, "proof")) as process:
+        process.send_signal(signal.SIGSTOP)
+        fill(ballast)
+        process.send_signal(signal.SIGCONT)
+        out, err = process.communicate(timeout=60)
+    ballast.unlink()
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def run_with_limit(model: Path, output: Path) -> "subprocess.CompletedProcess[str]":
     largest = max(path.stat().st_size for path in model.glob("*.safetensors"))
 
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (largest - 1, resource.RLIM_INFINITY))
 
-    full = run(convert(model, output, "--json"), preexec_fn=limit)
-    assert full.returncode == 7, full.stderr
-    assert json.loads(full.stdout)["error"]["needed_bytes"] > 0
-    assert "missing" in full.stderr
-    assert not output.exists()
-    assert run(convert(model, output)).returncode == 0
-    assert contents(output) == reference
+    return run(convert(model, output, "--json"), preexec_fn=limit)
 
 
 def test_verify_tells_sound_from_damaged(model: Path, tmp_path: Path) -> None:
