@@ -17,7 +17,7 @@ and ‖q‖ ‖k‖ / √d in place of the noise. Both sides are measured here o
 
 import argparse
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -30,7 +30,6 @@ from kvarn_cli.evaluation.attention import AttentionCall, attention_tap
 from kvarn_cli.evaluation.pseudo_decode import first_affected
 from kvarn_cli.evaluation.quantized_attention import QuantizedAttention, decode_steps
 from kvarn_cli.model.loading import load_model, load_tokenizer
-from kvarn_cli.quantization.hadamard import hadamard_matrix, rotate
 from kvarn_cli.runtime.coverage import covered_layers
 from kvarn_cli.settings import KVarNSettings
 
@@ -69,7 +68,7 @@ class Head:
 
     coherent: float = 0.0
     noise: float = 0.0
-    errors: dict[TokenFactor, float] = None  # type: ignore[assignment]
+    errors: dict[TokenFactor, float] = field(default_factory=lambda: dict.fromkeys(FACTORS, 0.0))
 
 
 def seen_packed(num_tokens: int, settings: KVarNSettings) -> Tensor:
@@ -146,9 +145,7 @@ def main() -> None:
     }
     seen = seen_packed(arguments.sequence_length, preset)
     start = -(-first_affected(arguments.sequence_length, base) // _EVERY)
-    heads: dict[tuple[str, int, int], Head] = defaultdict(
-        lambda: Head(errors=dict.fromkeys(FACTORS, 0.0))
-    )
+    heads: dict[tuple[str, int, int], Head] = defaultdict(Head)
     angles: dict[str, list[float]] = defaultdict(list)
     spreads: dict[str, list[float]] = defaultdict(list)
 
@@ -172,22 +169,18 @@ def main() -> None:
         for part, states in zip(PARTS, (call.key, call.value), strict=True):
             norms = states.norm(dim=-1)
             spreads[part].append(float((norms.std(-1) / norms.mean(-1)).mean()))
-        aligned = torch.cosine_similarity(
-            rotate(call.query, hadamard_matrix(call.query.shape[-1])),
-            rotate(
-                call.key.repeat_interleave(call.query.shape[1] // call.key.shape[1], 1),
-                hadamard_matrix(call.query.shape[-1]),
-            ),
-            dim=-1,
-        )
-        spreads["alignment of q and k"].append(float(aligned.mean()))
+        groups = call.query.shape[1] // call.key.shape[1]
+        keys = call.key.repeat_interleave(groups, 1)
+        aligned = torch.cosine_similarity(call.query, keys, dim=-1)
+        spreads["cosine of each token's own q and k"].append(float(aligned.mean()))
         return output
 
     with torch.inference_mode(), attention_tap(model, tap):
         for window in torch.cat(list(windows.values())).split(1):
             model(input_ids=window, use_cache=False)
     for name, values in spreads.items():
-        print(f"{name}: {sum(values) / len(values):.3f}")
+        kind = f"spread of the norms of {name}" if name in PARTS else name
+        print(f"{kind}: {sum(values) / len(values):.3f}")
     for part in PARTS:
         own = [head for (kind, _, _), head in heads.items() if kind == part]
         cosine = sum(angles[part]) / len(angles[part])
