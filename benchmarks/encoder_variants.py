@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 from kvarn_cli.evaluation.attention import AttentionCall, attention_tap
 from kvarn_cli.quantization.hadamard import hadamard_matrix, rotate
 from kvarn_cli.quantization.methods import METHODS, KVarN, Method, parse_method
-from kvarn_cli.quantization.methods.base import EXACT_BITS
 from kvarn_cli.quantization.refined_encoder import (
     RANGE_SHARES,
     Tokens,
@@ -21,7 +20,7 @@ from kvarn_cli.quantization.refined_encoder import (
 from kvarn_cli.quantization.rounding import RoundedRows, to_float16, to_stored
 from kvarn_cli.quantization.tile_record import SCALE_DTYPES, QuantizedTiles, tile_scales
 from kvarn_cli.quantization.variance_normalization import TileScales
-from kvarn_cli.settings import KVarNSettings
+from kvarn_cli.settings import EXACT_BITS, KVarNSettings
 
 TokenFactor = Literal["unbiased", "one-sided", "norm", "least-squares", "none"]
 Queries = Literal["none", "own", "other"]

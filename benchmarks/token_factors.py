@@ -16,8 +16,10 @@ and ‖q‖ ‖k‖ / √d in place of the noise. Both sides are measured here o
 """
 
 import argparse
+import math
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -30,7 +32,6 @@ from kvarn_cli.evaluation.attention import AttentionCall, attention_tap
 from kvarn_cli.evaluation.pseudo_decode import first_affected
 from kvarn_cli.evaluation.quantized_attention import QuantizedAttention, decode_steps
 from kvarn_cli.model.loading import load_model, load_tokenizer
-from kvarn_cli.quantization.hadamard import hadamard_matrix, rotate
 from kvarn_cli.runtime.coverage import covered_layers
 from kvarn_cli.settings import KVarNSettings
 
@@ -69,7 +70,7 @@ class Head:
 
     coherent: float = 0.0
     noise: float = 0.0
-    errors: dict[TokenFactor, float] = None  # type: ignore[assignment]
+    errors: dict[TokenFactor, float] = field(default_factory=lambda: dict.fromkeys(FACTORS, 0.0))
 
 
 def seen_packed(num_tokens: int, settings: KVarNSettings) -> Tensor:
@@ -81,8 +82,15 @@ def seen_packed(num_tokens: int, settings: KVarNSettings) -> Tensor:
     return seen
 
 
-def ratios(call: AttentionCall, seen: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-    """Coherent sum and noise of K and of V, each [heads], over the queries of `seen`."""
+def ratios(
+    call: AttentionCall, seen: Tensor
+) -> tuple[dict[str, tuple[Tensor, Tensor]], tuple[float, float]]:
+    """What errors grow with, over the queries of `seen`.
+
+    Returns:
+        Coherent sum and noise of K and of V, each [heads]; and of the scores, weighted with the
+        shares of attention, the mean (‖q‖ ‖k‖)² / d and the mean score's square.
+    """
     query, (key, value) = call.query[0], (states[0] for states in (call.key, call.value))
     groups = len(query) // len(key)
     key, value = (states.repeat_interleave(groups, 0) for states in (key, value))
@@ -102,11 +110,14 @@ def ratios(call: AttentionCall, seen: Tensor) -> dict[str, tuple[Tensor, Tensor]
     move = weighted @ value - weighted.sum(-1, keepdim=True) * output
     distance = power - 2 * output @ value.transpose(1, 2) + output.square().sum(-1, keepdim=True)
     lengths = query[:, affected].square().sum(-1)[:, :, None] * key.square().sum(-1)[:, None]
-    noise = packed.square() * distance.clamp_min(0) * lengths * scaling**2 / head_dim
-    return {
+    variance = lengths * scaling**2 / head_dim
+    noise = packed.square() * distance.clamp_min(0) * variance
+    sums = {
         "keys": (move.square().sum((1, 2)), noise.sum((1, 2))),
         "values": ((packed @ value).square().sum((1, 2)), (packed.square() * power).sum((1, 2))),
     }
+    of_scores = [float((packed * x).sum() / packed.sum()) for x in (variance, scores.square())]
+    return sums, (of_scores[0], of_scores[1])
 
 
 def cosines(method: OnePart, call: AttentionCall) -> float:
@@ -116,6 +127,78 @@ def cosines(method: OnePart, call: AttentionCall) -> float:
     index = PARTS.index(method.part)
     exact, decoded = states[index], method.reconstruct(*states)[index]
     return float(torch.cosine_similarity(exact.float(), decoded, dim=-1).mean())
+
+
+class Measurements:
+    """A tap that measures every head of every call.
+
+    Args:
+        covered: layers to look at.
+        preset: bits of K and V.
+        num_tokens: of each window.
+        unit_keys: whether all keys of a head get the same norm first.
+    """
+
+    def __init__(
+        self, covered: Collection[int], preset: KVarNSettings, num_tokens: int, *, unit_keys: bool
+    ) -> None:
+        base = OnePart(key_bits=preset.key_bits, value_bits=preset.value_bits)
+        self.covered = covered
+        self.unit_keys = unit_keys
+        self.methods: dict[str, OnePart] = {
+            "keys": replace(base, part="keys"),
+            "values": replace(base, part="values"),
+        }
+        self.taps = {
+            (part, factor): QuantizedAttention(
+                covered,
+                replace(method, key_factor=factor, value_factor=factor),
+                record_errors=False,
+                every=_EVERY,
+            )
+            for part, method in self.methods.items()
+            for factor in FACTORS
+        }
+        self.seen = seen_packed(num_tokens, preset)
+        self.start = -(-first_affected(num_tokens, base) // _EVERY)
+        self.heads: dict[tuple[str, int, int], Head] = defaultdict(Head)
+        self.means: dict[str, list[float]] = defaultdict(list)
+
+    def __call__(self, call: AttentionCall) -> Tensor:
+        """Attention in full precision; measured on the way."""
+        output = call.attend(0, call.key.shape[2], call.key, call.value)
+        if call.layer is None or call.layer not in self.covered:
+            return output
+        if self.unit_keys:
+            norms = call.key.norm(dim=-1, keepdim=True)
+            call = replace(call, key=call.key / norms * norms.mean(2, keepdim=True))
+        self._measure(call, call.layer)
+        return output
+
+    def mean(self, name: str) -> float:
+        """Of what was noted under a name."""
+        return sum(self.means[name]) / len(self.means[name])
+
+    def _measure(self, call: AttentionCall, layer: int) -> None:
+        sums, (variance, squared_score) = ratios(call, self.seen)
+        for part, (coherent, noise) in sums.items():
+            for head in range(len(coherent)):
+                self.heads[part, layer, head].coherent += float(coherent[head])
+                self.heads[part, layer, head].noise += float(noise[head])
+        exact = call.attend(0, call.key.shape[2], call.key, call.value)[:, ::_EVERY]
+        for (part, factor), quantized in self.taps.items():
+            error = (quantized(call) - exact)[0, self.start :].square().sum((0, 2))
+            for head in range(len(error)):
+                self.heads[part, layer, head].errors[factor] += float(error[head])
+        for part, states in zip(PARTS, (call.key, call.value), strict=True):
+            norms = states.norm(dim=-1)
+            self.means[f"spread of {part}"].append(float((norms.std(-1) / norms.mean(-1)).mean()))
+            self.means[f"cosine of {part}"].append(cosines(self.methods[part], call))
+        keys = call.key.repeat_interleave(call.query.shape[1] // call.key.shape[1], 1)
+        aligned = torch.cosine_similarity(call.query, keys, dim=-1)
+        self.means["alignment"].append(float(aligned.mean()))
+        self.means["variance"].append(variance)
+        self.means["squared score"].append(squared_score)
 
 
 def main() -> None:
@@ -128,71 +211,29 @@ def main() -> None:
     parser.add_argument("--cover-sliding", action="store_true")
     parser.add_argument("--unit-keys", action="store_true")
     arguments = parser.parse_args()
-    preset = KVarNSettings.from_name(arguments.preset)
     model = load_model(arguments.model, dtype=torch.float32, device=torch.device("cpu"))
-    covered = covered_layers(model.config, cover_sliding=arguments.cover_sliding)
     windows = windows_by_kind(
         load_tokenizer(arguments.model), arguments.per_kind, arguments.sequence_length
     )
-    base = OnePart(key_bits=preset.key_bits, value_bits=preset.value_bits)
-    methods = {
-        (part, factor): replace(base, part=part, key_factor=factor, value_factor=factor)
-        for part in PARTS
-        for factor in FACTORS
-    }
-    taps = {
-        name: QuantizedAttention(covered, method, record_errors=False, every=_EVERY)
-        for name, method in methods.items()
-    }
-    seen = seen_packed(arguments.sequence_length, preset)
-    start = -(-first_affected(arguments.sequence_length, base) // _EVERY)
-    heads: dict[tuple[str, int, int], Head] = defaultdict(
-        lambda: Head(errors=dict.fromkeys(FACTORS, 0.0))
+    measured = Measurements(
+        covered_layers(model.config, cover_sliding=arguments.cover_sliding),
+        KVarNSettings.from_name(arguments.preset),
+        arguments.sequence_length,
+        unit_keys=arguments.unit_keys,
     )
-    angles: dict[str, list[float]] = defaultdict(list)
-    spreads: dict[str, list[float]] = defaultdict(list)
-
-    def tap(call: AttentionCall) -> Tensor:
-        output = call.attend(0, call.key.shape[2], call.key, call.value)
-        if call.layer is None or call.layer not in covered:
-            return output
-        if arguments.unit_keys:
-            norms = call.key.norm(dim=-1, keepdim=True)
-            call = replace(call, key=call.key / norms * norms.mean(2, keepdim=True))
-        exact = call.attend(0, call.key.shape[2], call.key, call.value)[:, ::_EVERY]
-        for part, (coherent, noise) in ratios(call, seen).items():
-            for head in range(len(coherent)):
-                heads[part, call.layer, head].coherent += float(coherent[head])
-                heads[part, call.layer, head].noise += float(noise[head])
-            angles[part].append(cosines(methods[part, "norm"], call))
-        for (part, factor), quantized in taps.items():
-            error = (quantized(call) - exact)[0, start:].square().sum((0, 2))
-            for head in range(len(error)):
-                heads[part, call.layer, head].errors[factor] += float(error[head])
-        for part, states in zip(PARTS, (call.key, call.value), strict=True):
-            norms = states.norm(dim=-1)
-            spreads[part].append(float((norms.std(-1) / norms.mean(-1)).mean()))
-        aligned = torch.cosine_similarity(
-            rotate(call.query, hadamard_matrix(call.query.shape[-1])),
-            rotate(
-                call.key.repeat_interleave(call.query.shape[1] // call.key.shape[1], 1),
-                hadamard_matrix(call.query.shape[-1]),
-            ),
-            dim=-1,
-        )
-        spreads["alignment of q and k"].append(float(aligned.mean()))
-        return output
-
-    with torch.inference_mode(), attention_tap(model, tap):
+    with torch.inference_mode(), attention_tap(model, measured):
         for window in torch.cat(list(windows.values())).split(1):
             model(input_ids=window, use_cache=False)
-    for name, values in spreads.items():
-        print(f"{name}: {sum(values) / len(values):.3f}")
+    deviation, size = (measured.mean(name) ** 0.5 for name in ("variance", "squared score"))
+    noise = deviation * math.tan(math.acos(measured.mean("cosine of keys")))
+    spreads = ", ".join(f"{measured.mean(f'spread of {part}'):.3f} ({part})" for part in PARTS)
+    print(f"spread of norms over their mean: {spreads}")
+    print(f"cosine of a token's own q and k: {measured.mean('alignment'):.3f}")
+    print(f"scores: {size:.2f} in size, noise of {noise:.2f} with K quantized")
     for part in PARTS:
-        own = [head for (kind, _, _), head in heads.items() if kind == part]
-        cosine = sum(angles[part]) / len(angles[part])
-        limit = ((1 + cosine) / cosine) ** 2
-        show(part, own, cosine, limit)
+        own = [head for (kind, _, _), head in measured.heads.items() if kind == part]
+        cosine = measured.mean(f"cosine of {part}")
+        show(part, own, cosine, ((1 + cosine) / cosine) ** 2)
 
 
 def show(part: str, heads: list[Head], cosine: float, limit: float) -> None:
