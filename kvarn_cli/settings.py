@@ -104,7 +104,9 @@ class KVarNSettings:
         match = _NAME.fullmatch(name)
         if match is None:
             raise SettingsError(
-                f"unknown preset {name!r}", hint=f"a preset looks like {DEFAULT_PRESET} or k2v2_g64"
+                f"unknown preset {name!r}",
+                hint=f"a preset looks like {DEFAULT_PRESET} or k2v2_g64, that of a latent cache "
+                f"like {DEFAULT_LATENT_PRESET}",
             )
         if match["latent"] is None:
             check_choice("value_bits", int(match["value"]), KEY_VALUE_BITS)

@@ -62,6 +62,49 @@ def test_the_layout_decides_the_bytes_of_a_record():
         CacheFormat.model_validate(small.model_dump() | {"layout": "vllm-fp16"})
 
 
+def latent_block():
+    """Of a latent cache with a folded norm."""
+    given = block()
+    settings = KVarNSettings.from_name("mla_k4_g64")
+    given["cache"] = CacheFormat.from_settings(settings, 64, 16).model_dump(mode="json")
+    given["rotations"]["key"] = None
+    (name,) = given["rotations"]["value"]["tensors"]
+    given["rotations"]["value"]["folded_norms"] = {"norm.weight": {"into": name, "unit": 1}}
+    return given
+
+
+def test_a_block_of_a_latent_cache_reads_back():
+    config = KVarNConfig.from_config_dict({"kvarn_config": latent_block()})
+    assert config.cache.settings == KVarNSettings.from_name("mla_k4_g64")
+    assert (config.rotated, config.cache.rope_dim) == ("the latent", 16)
+    value = config.rotations.value
+    assert value.changed_tensors == value.tensors.keys() | {"norm.weight"}
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("cache", "rope_dim"), 8, "record_bytes should be"),
+        (("cache", "rope_dim"), None, "record_bytes should be"),
+        (("rotations", "key"), block()["rotations"]["key"], "null for a latent cache"),
+        (
+            ("rotations", "value", "folded_norms", "norm.weight", "into"),
+            "x",
+            "folded into x, which",
+        ),
+        (("rotations", "value", "folded_norms", "norm.weight", "unit"), 2, "unit"),
+    ],
+)
+def test_a_broken_block_of_a_latent_cache_is_refused(path, value, message):
+    broken = latent_block()
+    parent = broken
+    for name in path[:-1]:
+        parent = parent[name]
+    parent[path[-1]] = value
+    with pytest.raises(CheckpointError, match=message):
+        KVarNConfig.from_config_dict({"kvarn_config": broken})
+
+
 def test_a_config_without_the_block_reads_as_none():
     assert KVarNConfig.from_config_dict({"model_type": "llama"}) is None
 

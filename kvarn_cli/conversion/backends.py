@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from kvarn_cli.settings import KVarNSettings
 
 _WIDE = (128, 256, 512)
+_LATENT = 512
 
 
 @dataclass(frozen=True)
@@ -33,9 +34,11 @@ def backend_commands(
 
     Args:
         settings: of the quantizer.
-        head_dim: channels of a head.
+        head_dim: channels of a head, or of the latent.
         folder: the converted model, as the user calls it.
     """
+    if settings.latent:
+        return _latent_commands(settings, head_dim, folder)
     key, value, group = settings.key_bits, settings.value_bits, settings.group_size
     bits = (key, value)
     vllm = (
@@ -90,6 +93,33 @@ def backend_commands(
                 "takes k4v2_g128": (*bits, group) == (4, 2, 128),
                 "takes head_dim 256": head_dim == 256,
             },
+        ),
+    )
+
+
+def _latent_commands(
+    settings: KVarNSettings, latent_dim: int, folder: str
+) -> tuple[BackendCommand, ...]:
+    """The same for models that cache a latent."""
+    command = f"vllm serve {folder} --kv-cache-dtype {settings.cache_dtype}"
+    width = {"takes latents of 512 channels": latent_dim == _LATENT}
+    return (
+        BackendCommand("kvarn", f'kvarn generate {folder} "…"', "this tool's own packed cache"),
+        _if(
+            "vLLM fork huawei-csl/KVarN",
+            f"{command} --block-size {settings.group_size} --dtype bfloat16",
+            "16 iterations; --dtype float16 works too",
+            {
+                "takes mla_k4": settings.key_bits == 4,
+                "takes groups of 128": settings.group_size == 128,
+            }
+            | width,
+        ),
+        _if(
+            "vLLM forks of local-inference-lab and JMPSequeira",
+            f"{command} --dtype bfloat16",
+            "listed by their backend for sparse attention",
+            {"takes groups of 64 and 128": settings.group_size in (64, 128)} | width,
         ),
     )
 

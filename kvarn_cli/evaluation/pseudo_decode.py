@@ -30,7 +30,7 @@ from kvarn_cli.evaluation.quantized_attention import (
 from kvarn_cli.evaluation.vector_errors import VectorErrors
 from kvarn_cli.quantization.hadamard import rotate
 from kvarn_cli.quantization.methods import Method
-from kvarn_cli.runtime.coverage import covered_layers
+from kvarn_cli.runtime.coverage import covered_layers, rope_key_dim
 
 STATIC_EVERY = 4
 
@@ -116,9 +116,11 @@ def record_exact(
         covered: see `pseudo_decode`; of the static regime.
 
     Raises:
-        UnsupportedModelError: the model does not use transformers' attention interface.
+        UnsupportedModelError: the model does not use transformers' attention interface, or does
+            not show the latent that it caches.
     """
     full_attention = covered_layers(model.config)
+    latent = rope_key_dim(model.config) is not None
     taps = [
         QuantizedAttention(
             full_attention if covered is None else covered,
@@ -144,6 +146,12 @@ def record_exact(
             raise UnsupportedModelError(
                 f"layer {call.layer} of {type(model).__name__} attends several times in one pass, "
                 "and a pseudo-decode knows one cache for each layer",
+                hint="its cache errors cannot be measured with this release",
+            )
+        if latent and call.layer in full_attention and call.latent is None:
+            raise UnsupportedModelError(
+                f"{type(call.module).__name__} does not show the latent that it caches: it has no "
+                "method expand_kv",
                 hint="its cache errors cannot be measured with this release",
             )
         exact = _in_plain_basis(call, output, fused_rotation)[0]

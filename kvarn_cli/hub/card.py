@@ -16,6 +16,7 @@ MARKER = "<!-- model card by kvarn: push-to-hub uploads this file as it is, edit
 _INHERITED_KEYS = ("license", "license_name", "license_link", "language", "pipeline_tag")
 _TAGS = ["kvarn", "kv-cache", "kv-cache-quantization"]
 _FORK_BITS, _FORK_GROUPS, _FORK_HEAD_DIMS = ((4, 2), (4, 4)), (64, 128), (128, 256, 512)
+_FORK_LATENTS = ("mla_k4_g128",)
 _PULL_REQUEST_HEAD_DIMS = (64, 128, 256)
 _FORK_ITERATIONS, _FORK_SINK_TOKENS = 8, 128
 _CONTEXTS = (4096, 32768)
@@ -108,6 +109,8 @@ def _is_hub_id(base_model: BaseModelReference) -> bool:
 def _facts(config: KVarNConfig, repo_id: str) -> dict[str, Any]:
     cache, settings = config.cache, config.cache.settings
     bits = (settings.key_bits, settings.value_bits)
+    widths = (cache.head_dim, cache.rope_dim or 0)
+    elements = cache.head_dim + (cache.head_dim if cache.rope_dim is None else cache.rope_dim)
     return {
         "config": config,
         "repo_id": repo_id,
@@ -115,17 +118,20 @@ def _facts(config: KVarNConfig, repo_id: str) -> dict[str, Any]:
         "base_is_on_hub": _is_hub_id(config.base_model),
         "rotation": config.rotations.value,
         "left_out": _group_by_reason(config.layers.left_out),
-        "bits_per_element": settings.bits_per_element(cache.head_dim),
+        "bits_per_element": settings.bits_per_element(*widths),
         "bits_by_context": {
-            tokens: settings.cache_bytes(tokens, cache.head_dim) * 8 / (2 * tokens * cache.head_dim)
+            tokens: settings.cache_bytes(tokens, *widths) * 8 / (tokens * elements)
             for tokens in _CONTEXTS
         },
         "fork": {
-            "takes_type": bits in _FORK_BITS and settings.group_size in _FORK_GROUPS,
+            "takes_type": settings.name in _FORK_LATENTS
+            or (bits in _FORK_BITS and settings.group_size in _FORK_GROUPS),
             "takes_width": cache.head_dim in _FORK_HEAD_DIMS,
             "pull_request_takes_width": cache.head_dim in _PULL_REQUEST_HEAD_DIMS,
             "two_bit": bits == (2, 2),
-            "environment": _fork_environment(settings.iterations, settings.sink_tokens),
+            "environment": ""
+            if settings.latent
+            else _fork_environment(settings.iterations, settings.sink_tokens),
         },
         "even_spread": cache.head_dim.bit_length() % 2 == 1,
     }

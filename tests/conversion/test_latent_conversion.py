@@ -11,10 +11,14 @@ from transformers import AutoModelForCausalLM
 
 from kvarn_cli.checkpoint.checkpoint import open_checkpoint
 from kvarn_cli.checkpoint.hashing import hash_file
+from kvarn_cli.conversion.backends import backend_commands
+from kvarn_cli.conversion.dry_run import plan_summary
+from kvarn_cli.conversion.plan import plan_conversion
 from kvarn_cli.errors import CheckpointError, UnsupportedModelError, UsageError
 from kvarn_cli.metadata import KVarNConfig
 from kvarn_cli.quantization.hadamard import fused_rotation
 from kvarn_cli.runtime.cache import KVarNCache
+from kvarn_cli.settings import KVarNSettings
 from kvarn_cli.verification.against_source import verify_against
 from kvarn_cli.verification.folder import verify_folder
 
@@ -172,6 +176,48 @@ def test_a_fold_that_is_not_whole_is_noticed(damaged, deepseek, tmp_path):
     found = problems(verify_against(open_checkpoint(output), open_checkpoint(deepseek)))
     assert len(found) == 1
     assert found[0].startswith(expected)
+
+
+def test_layers_that_the_class_does_not_load_stay_as_they_are(deepseek, tmp_path):
+    """A layer for multi-token prediction has a latent of its own, whole without the rotation."""
+    own = tensors_of(deepseek)
+    extra = {
+        name.replace("layers.1.", "layers.2."): tensor.clone()
+        for name, tensor in own.items()
+        if "layers.1." in name
+    }
+    save_file(own | extra, deepseek / "model.safetensors", {"format": "pt"})
+    done = convert_latent(deepseek, tmp_path / "out")
+    after = tensors_of(done.output)
+    assert all(torch.equal(after[name], tensor) for name, tensor in extra.items())
+    value = done.conversion.metadata.rotations.value
+    assert not any("layers.2." in name for name in value.changed_tensors)
+    assert problems(verify_against(open_checkpoint(done.output), open_checkpoint(deepseek))) == []
+
+
+def test_the_plan_is_told_in_bytes_of_latents(deepseek):
+    settings = KVarNSettings.from_name("mla_k4_g32")
+    plan = plan_conversion(str(deepseek), settings=settings, rotation="auto")
+    summary = plan_summary(plan, None)
+    assert (summary["rotation"], summary["head_dim"], summary["rope_dim"]) == ("fused", 32, 16)
+    assert summary["record_bytes"] == settings.record_bytes(32, 16)
+    assert summary["cache_bytes_per_token"]["float16"] == 2 * (32 + 16) * 2
+    packed = 2 * settings.record_bytes(32, 16) / 32
+    assert summary["cache_bytes_per_token"]["packed"] == packed
+    assert NORM in summary["tensors_rotated"]
+    refused = {backend["backend"]: backend["command"] for backend in summary["backends"]}
+    assert refused["vLLM fork huawei-csl/KVarN"] is None
+
+
+@pytest.mark.parametrize(
+    ("preset", "latent_dim", "taking"),
+    [("mla_k4_g128", 512, 3), ("mla_k2_g64", 512, 2), ("mla_k4_g128", 256, 1)],
+)
+def test_engines_are_told_to_quantize_the_latent(preset, latent_dim, taking):
+    settings = KVarNSettings.from_name(preset)
+    commands = [each.command for each in backend_commands(settings, latent_dim, "DIR")]
+    assert len([command for command in commands if command]) == taking
+    assert all(f"kvarn_{preset}" in command for command in commands[1:] if command)
 
 
 def test_a_preset_for_k_and_v_is_refused(deepseek, tmp_path):

@@ -1,5 +1,7 @@
 """The pseudo-decode of models that cache a latent."""
 
+import inspect
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
@@ -10,7 +12,9 @@ from decoding import exact_logits, largest_difference, one_pass_logits, random_t
 from latent_models import LATENT_FAMILIES, latent_model
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.models.deepseek_v3 import modeling_deepseek_v3
 
+from kvarn_cli.errors import UnsupportedModelError
 from kvarn_cli.evaluation.attention import AttentionCall, attention_tap
 from kvarn_cli.evaluation.metrics import summarize
 from kvarn_cli.evaluation.pseudo_decode import pseudo_decode, record_exact
@@ -173,6 +177,18 @@ def test_a_method_that_wants_the_plain_basis_gets_it() -> None:
     call = calls_of(turned, tokens)[0]
     latent = rotate(call.cached[0], matrix.T)
     assert largest_difference(latent, calls_of(folded, tokens)[0].cached[0]) < 1e-6
+
+
+def test_a_class_that_hides_its_latent_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the model code that some checkpoints bring along does."""
+    attention = modeling_deepseek_v3.DeepseekV3Attention
+    source = textwrap.dedent(inspect.getsource(attention.forward))
+    names = vars(modeling_deepseek_v3) | {"hidden_way": attention.expand_kv}
+    exec(source.replace("self.expand_kv(", "hidden_way(self, "), names)
+    monkeypatch.setattr(attention, "forward", names["forward"])
+    monkeypatch.delattr(attention, "expand_kv")
+    with pytest.raises(UnsupportedModelError, match="Attention does not show the latent"):
+        record_exact(latent_model("deepseek_v3"), random_tokens(20))
 
 
 @pytest.mark.parametrize("name", ["kvquant", "turboquant"])

@@ -10,7 +10,17 @@ from tiny_models import build_tiny_checkpoint
 
 from kvarn_cli.errors import UsageError
 from kvarn_cli.hub.card import MARKER, write_card
-from kvarn_cli.metadata import BaseModelReference, CacheFormat, KVarNConfig, Layers
+from kvarn_cli.metadata import (
+    Application,
+    BaseModelReference,
+    CacheFormat,
+    FoldedNorm,
+    KVarNConfig,
+    Layers,
+    RotatedTensor,
+    Rotation,
+    Rotations,
+)
 from kvarn_cli.settings import KVarNSettings
 
 LOCAL = BaseModelReference(name="My model", revision=None, index_sha256="1" * 64)
@@ -93,6 +103,44 @@ def test_an_online_conversion_claims_no_change_and_no_proof() -> None:
     assert "diag(s)" not in text
     assert "Shown before" not in text
     assert "which is what this checkpoint expects" in text
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_latent_is_called_one(fused: bool) -> None:
+    settings = KVarNSettings.from_name("mla_k4_g128")
+    cache = CacheFormat.from_settings(settings, 512, 64)
+    changes: dict[str, Any] = {} if fused else {"proof": None}
+    text = card_text(converted_config(cache=cache, rotations=latent_rotations(fused), **changes))
+    assert "latent of 512 channels 4 bits" in text
+    assert "51456 bytes for a tile of one layer" in text
+    assert f"{settings.bits_per_element(512, 64):.3g} bits per element |" in text
+    assert "--kv-cache-dtype kvarn_mla_k4_g128 --block-size 128" in text
+    assert ("The weight g of the latent's norm moves" in text) == fused
+    assert ("The latent is rotated by the engine as it is cached" in text) != fused
+    for of_other_models in ("W_O", "head_dim", "V is", "V here", "KV head,"):
+        assert of_other_models not in text
+
+
+def latent_rotations(fused: bool) -> Rotations:
+    makes, norm, reads = (f"model.layers.0.self_attn.{name}" for name in ("a", "n", "b"))
+    return Rotations(
+        key=None,
+        value=Rotation(
+            signs="+-" * 256 if fused else None,
+            head_dim=512,
+            where="fused" if fused else "online",
+            apply=[Application(targets=[makes], location="weight_output")],
+            tensors={
+                f"{makes}.weight": RotatedTensor(axis=0, first_channels=[0]),
+                f"{reads}.weight": RotatedTensor(axis=1, first_channels=[0]),
+            }
+            if fused
+            else {},
+            folded_norms={f"{norm}.weight": FoldedNorm(into=f"{reads}.weight", unit=1)}
+            if fused
+            else {},
+        ),
+    )
 
 
 def test_the_format_is_counted_with_its_exact_tokens() -> None:

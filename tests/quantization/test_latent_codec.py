@@ -5,7 +5,7 @@ from loop_reference import hadamard, half, matmul, pack, quantize
 from kvarn_cli.errors import SettingsError
 from kvarn_cli.quantization.latent_codec import LatentCodec
 from kvarn_cli.quantization.tile_codec import TileCodec
-from kvarn_cli.settings import GROUP_SIZES, HEAD_DIMS, KVarNSettings
+from kvarn_cli.settings import GROUP_SIZES, HEAD_DIMS, LAYOUTS, KVarNSettings
 
 
 def states(latent_dim=64, rope_dim=16, tokens=256, dtype=torch.float32):
@@ -69,8 +69,9 @@ def test_a_latent_is_quantized_as_k_of_the_same_width(encoder):
 
 @pytest.mark.parametrize("latent_dim", HEAD_DIMS)
 @pytest.mark.parametrize("group_size", GROUP_SIZES)
-def test_reconstruct_is_decode_of_encode_to_the_bit(latent_dim, group_size):
-    settings = KVarNSettings(value_bits=16, group_size=group_size, iterations=2)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_reconstruct_is_decode_of_encode_to_the_bit(latent_dim, group_size, layout):
+    settings = KVarNSettings(value_bits=16, group_size=group_size, iterations=2, layout=layout)
     codec = LatentCodec(settings, latent_dim, 16, rotate_latents=True)
     latents, rope_keys = states(latent_dim)
     records = codec.encode(latents, rope_keys)
