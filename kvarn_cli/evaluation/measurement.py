@@ -1,6 +1,7 @@
 """Several methods on several windows, with one exact run in memory at a time."""
 
 from collections.abc import Collection, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -41,25 +42,14 @@ class Measurement:
 
 @dataclass
 class _OneMethod:
-    """A method, what its finished windows add up to, and the window that is being measured."""
+    """A method, and what its windows add up to."""
 
     method: Method
     sums: MethodSums
     oracle_kl: dict[Restoration, list[float]] = field(default_factory=dict)
-    pending: tuple[WindowErrors, dict[int, Tensor] | None, dict[Restoration, float]] | None = None
-
-    def fold(self) -> None:
-        """Count the pending window."""
-        if self.pending is None:
-            return
-        errors, static, oracle = self.pending
-        self.sums.add(errors, static)
-        for restoration, kl in oracle.items():
-            self.oracle_kl.setdefault(restoration, []).append(kl)
-        self.pending = None
 
     def result(self) -> MethodResult:
-        """Of the windows folded in."""
+        """Of the windows so far; at least one."""
         oracle = tuple(
             OracleKL(
                 restored=restoration.restored,
@@ -139,9 +129,10 @@ def measure_methods(
         report(_STAGE, done, total)
 
     report(_STAGE, 0, total)
-    interrupted = False
+    interrupted, finished = False, measured
     try:
         for tokens in windows.to(model.device).split(1):
+            finished = deepcopy(measured)
             exact = record_exact(
                 model,
                 tokens,
@@ -153,21 +144,19 @@ def measure_methods(
             plain_seconds.append(exact.elapsed_seconds)
             passed()
             for index, one in enumerate(measured):
-                errors = run(exact, one.method, None)
-                oracle: dict[Restoration, float] = {}
-                one.pending = (errors, exact.static[index] if static else None, oracle)
+                one.sums.add(run(exact, one.method, None), exact.static[index] if static else None)
                 passed()
                 for restoration in () if isinstance(one.method, Exact) else restorations:
                     restored = run(exact, one.method, restoration)
-                    oracle[restoration] = restored.logits.kl[first_position:].mean().item()
+                    kl = restored.logits.kl[first_position:].mean().item()
+                    one.oracle_kl.setdefault(restoration, []).append(kl)
+                    del restored
                     passed()
-            for one in measured:
-                one.fold()
+            del exact
     except KeyboardInterrupt:
         interrupted = True
-        if not measured[0].sums.num_windows:
-            for one in measured:
-                one.fold()
+        if finished[0].sums.num_windows:
+            measured = finished
         if not measured[0].sums.num_windows:
             raise
     return Measurement(

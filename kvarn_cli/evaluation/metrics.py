@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -82,6 +83,10 @@ class AttentionSums:
 class MethodSums:
     """Folds the windows of one method, which all have the same length.
 
+    Nothing per token is kept, but for samples that stop growing. It would not only add up: what
+    outlives a pass lies in the heap between its freed tensors, and then the next pass cannot use
+    their place.
+
     Args:
         first_position: predictions before it are left out of KL, agreement and loss.
         memory_lengths: context lengths to state the cache's bytes at.
@@ -92,7 +97,7 @@ class MethodSums:
     ) -> None:
         self._first_position = first_position
         self._memory_lengths = memory_lengths
-        self._last: WindowErrors | None = None
+        self._cache: dict[str, Any] = {}
         self._kl = Sample(_KL_SAMPLES)
         self._logits: list[tuple[float, ...]] = []
         self._drift: list[Tensor] = []
@@ -127,7 +132,7 @@ class MethodSums:
                 hint="a weight holds NaN or infinity, or its arithmetic overflows: "
                 "try --dtype float32",
             )
-        self._last = window
+        self._cache = _cache_facts(window, self._memory_lengths)
         first = self._first_position
         self._kl.add(logits.kl[first:].cpu().double())
         parts = (logits.kl, logits.agreement, logits.loss_exact, logits.loss_method)
@@ -151,25 +156,13 @@ class MethodSums:
 
     def summary(self) -> MethodResult:
         """What the windows so far amount to; at least one."""
-        last = self._last
-        assert last is not None
-        method, num_tokens = last.method, last.num_tokens
-        shape = (last.head_dim, last.num_kv_heads)
-        average_bits = method.average_bits(num_tokens, *shape)
         return MethodResult(
-            method=method.label,
-            bits_per_element=_with_rope_key(last, average_bits),
-            packed_bits_per_element=_with_rope_key(last, method.bits_per_element(*shape)),
-            sink_tokens=method.sink_tokens,
-            residual_tokens=method.residual_tokens,
-            group_size=method.group_size,
-            tail=method.tail,
+            **self._cache,
             num_windows=self.num_windows,
             logits=self._logit_summary(),
             attention=self._attention_summary(),
             tokens=self._token_summary(),
             saturated_scales=dict(sorted(self._saturated_scales.items())),
-            memory=tuple(_memory(last, length) for length in self._memory_lengths),
             elapsed_seconds=median(self._elapsed_seconds),
         )
 
@@ -222,6 +215,22 @@ def summarize(windows: Sequence[WindowErrors], *, first_position: int = 0) -> Me
     for window in windows:
         sums.add(window)
     return sums.summary()
+
+
+def _cache_facts(window: WindowErrors, memory_lengths: Sequence[int]) -> dict[str, Any]:
+    """The fields of a result that depend on the method and on shapes alone."""
+    method, shape = window.method, (window.head_dim, window.num_kv_heads)
+    average_bits = method.average_bits(window.num_tokens, *shape)
+    return {
+        "method": method.label,
+        "bits_per_element": _with_rope_key(window, average_bits),
+        "packed_bits_per_element": _with_rope_key(window, method.bits_per_element(*shape)),
+        "sink_tokens": method.sink_tokens,
+        "residual_tokens": method.residual_tokens,
+        "group_size": method.group_size,
+        "tail": method.tail,
+        "memory": tuple(_memory(window, length) for length in memory_lengths),
+    }
 
 
 def _memory(window: WindowErrors, length: int) -> CacheMemory:

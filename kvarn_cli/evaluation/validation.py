@@ -9,8 +9,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvarn_cli.evaluation.error_report import MethodResult
-from kvarn_cli.evaluation.metrics import summarize
-from kvarn_cli.evaluation.pseudo_decode import WindowErrors, pseudo_decode, record_exact
+from kvarn_cli.evaluation.metrics import MethodSums
+from kvarn_cli.evaluation.pseudo_decode import first_affected, pseudo_decode, record_exact
 from kvarn_cli.metadata import EngineErrors
 from kvarn_cli.progress import Report
 from kvarn_cli.quantization.methods import KVarN
@@ -50,7 +50,7 @@ def validate(
         `settings` name another).
     """
     engines = _engines(settings, fused=bool(fused_weights))
-    measured: list[list[WindowErrors]] = [[] for _ in engines]
+    sums = [MethodSums(first_affected(windows.shape[1], method)) for _, method in engines]
     runs = 1 + len(engines)
     report(_STAGE, 0, len(windows) * runs)
     for number, window in enumerate(windows.to(model.device).split(1)):
@@ -58,14 +58,11 @@ def validate(
         report(_STAGE, number * runs + 1, len(windows) * runs)
         with _swapped(model, fused_weights):
             for index, (_, method) in enumerate(engines):
-                errors = pseudo_decode(model, exact, method, fused_rotation=fused_rotation)
-                measured[index].append(errors)
+                sums[index].add(pseudo_decode(model, exact, method, fused_rotation=fused_rotation))
                 report(_STAGE, number * runs + index + 2, len(windows) * runs)
     return [
-        _engine_errors(
-            engine, method.encoder, summarize(errors, first_position=errors[0].first_affected)
-        )
-        for (engine, method), errors in zip(engines, measured, strict=True)
+        _engine_errors(engine, method.encoder, own.summary())
+        for (engine, method), own in zip(engines, sums, strict=True)
     ]
 
 

@@ -1,5 +1,6 @@
 import json
 import math
+import weakref
 
 import pytest
 import torch
@@ -163,6 +164,17 @@ def test_where_nothing_is_packed_there_is_nothing_to_summarize() -> None:
     assert errors.tokens is None
     assert errors.attention.accumulated.mae == 0
     assert errors.attention.accumulated.by_layer == (0, 0)
+
+
+def test_no_tensor_of_a_window_outlives_it() -> None:
+    window, sums = _window(torch.zeros(NUM_TOKENS - 1)), MethodSums()
+    tensors = [window.logits.kl, *window.attention.values(), *window.key_drift.values()]
+    tensors += [window.keys[0].magnitude, window.values[0].direction]
+    references = [weakref.ref(tensor) for tensor in tensors]
+    sums.add(window, {layer: errors[:, ::4] for layer, errors in window.attention.items()})
+    del window, tensors
+    assert sums.summary().num_windows == 1
+    assert [reference() for reference in references] == [None] * len(references)
 
 
 def test_logits_that_are_no_numbers_are_refused() -> None:
