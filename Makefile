@@ -31,7 +31,7 @@ demo: $(VENV)/demo
 test: $(VENV)/dev
 	@$(BIN)/python scripts/prepare_smollm2.py
 	@$(if $(CHROMIUM),,echo "no chromium here, so its tests are left out (Debian: apt-get install chromium)")
-	$(BIN)/python -m pytest $(if $(CHROMIUM),,-m "not browser")
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadfile $(if $(CHROMIUM),,-m "not browser")
 
 lint: $(VENV)/dev
 	$(BIN)/ruff check .
