@@ -307,7 +307,8 @@ def _attention_modules(
     traced: Mapping[int, TracedLayer],
     cache: CacheLayout,
 ) -> dict[str, str | None]:
-    modules = [traced[index].module for index in cache.covered]
+    layers = [traced[index] for index in cache.covered]
+    modules = [path for layer in layers for path in (layer.module, *layer.readers)]
     find_readers = output_projections if cache.rope_dim is None else latent_readers
     outputs = find_readers(model, modules)
     paths = {path for pair in outputs.items() for path in pair if path is not None}

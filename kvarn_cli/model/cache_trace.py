@@ -6,13 +6,14 @@ the meta device and therefore at full size without memory, and what arrives ther
 from which module, for which layer, in what shape.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from kvarn_cli.model.loading import quiet_transformers
@@ -30,12 +31,14 @@ class TracedLayer:
         num_kv_heads: heads of keys and values, as they are cached.
         key_width: channels of a head of keys.
         value_width: channels of a head of values.
+        readers: paths of further attention modules, which cache nothing and attend to this layer.
     """
 
     module: str
     num_kv_heads: int
     key_width: int
     value_width: int
+    readers: tuple[str, ...] = ()
 
 
 def build_without_weights(
@@ -65,13 +68,13 @@ def trace_cache(model: PreTrainedModel) -> dict[int, TracedLayer]:
     Raises:
         NoInstanceError: the model does not run on tokens alone.
     """
-    traced: dict[int, TracedLayer] = {}
     text_config = model.config.get_text_config(decoder=True)
     tokens = torch.zeros(1, _NUM_TOKENS, dtype=torch.int64, device=model.device)
     try:
-        with quiet_transformers(), _module_paths(model) as running, torch.no_grad():
-            cache = _TracingCache(text_config, running, traced)
-            model(input_ids=tokens, cache=cache, use_cache=True)
+        with quiet_transformers(), _running_modules(model) as running, torch.no_grad():
+            cache = _TracingCache(text_config, running)
+            with _Reads(cache, running) as reads:
+                model(input_ids=tokens, cache=cache, use_cache=True)
     except MODEL_CODE_ERRORS as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise NoInstanceError(
@@ -79,15 +82,20 @@ def trace_cache(model: PreTrainedModel) -> dict[int, TracedLayer]:
             f"known: {reason}",
             hint="supported are models that transformers runs as decoders with its DynamicCache",
         ) from error
-    return dict(sorted(traced.items()))
+    return {
+        index: replace(cache.traced[index], readers=_readers(model, index, cache, reads.found))
+        for index in sorted(cache.traced)
+    }
 
 
 class _TracingCache(DynamicCache):
-    def __init__(
-        self, config: PreTrainedConfig, running: list[str], traced: dict[int, TracedLayer]
-    ) -> None:
+    """Keeps what each layer was given, and by which tensors it answered."""
+
+    def __init__(self, config: PreTrainedConfig, running: list[str]) -> None:
         super().__init__(config=config)
-        self.running, self.traced = running, traced
+        self.running = running
+        self.traced: dict[int, TracedLayer] = {}
+        self.answers: dict[int, tuple[int, Tensor]] = {}
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -98,11 +106,38 @@ class _TracingCache(DynamicCache):
             key_width=key_states.shape[-1],
             value_width=value_states.shape[-1],
         )
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        self.answers |= {id(tensor): (layer_idx, tensor) for tensor in (keys, values)}
+        return keys, values
+
+
+class _Reads(TorchFunctionMode):
+    """Which modules compute with the tensors that each layer of the cache answered."""
+
+    def __init__(self, cache: _TracingCache, running: list[str]) -> None:
+        super().__init__()
+        self.cache, self.running = cache, running
+        self.found: dict[tuple[int, str], None] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for argument in args:
+            if id(argument) in self.cache.answers and self.running:
+                self.found[self.cache.answers[id(argument)][0], self.running[-1]] = None
+        return func(*args, **(kwargs or {}))
+
+
+def _readers(
+    model: nn.Module, index: int, cache: _TracingCache, reads: Iterable[tuple[int, str]]
+) -> tuple[str, ...]:
+    """Modules of the same class as the one that filled a layer, and that read it."""
+    giver = cache.traced[index].module
+    kind = type(model.get_submodule(giver))
+    paths = (path for layer, path in reads if layer == index and path != giver)
+    return tuple(path for path in paths if type(model.get_submodule(path)) is kind)
 
 
 @contextmanager
-def _module_paths(model: nn.Module) -> Iterator[list[str]]:
+def _running_modules(model: nn.Module) -> Iterator[list[str]]:
     """A list of the modules whose forward is running, outermost first."""
     running: list[str] = []
     handles = []

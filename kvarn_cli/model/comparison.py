@@ -75,7 +75,7 @@ def compare_fused(
     """
     originals = {name: weights[name].clone() for name in layout.tensors}
     try:
-        for layer in layout.layers:
+        for layer in {layer.value: layer for layer in layout.layers}.values():
             _magnify(layer, weights)
         return _compare(run, weights, layout, rotations, attention, subject)
     finally:

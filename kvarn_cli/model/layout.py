@@ -118,7 +118,7 @@ class AttentionLayer:
     reads it.
 
     Attributes:
-        index: its first layer in the cache.
+        index: its first layer in the cache, or the one that it reads.
         module: its path; in a checkpoint's layout, as the checkpoint spells it.
         value: V's heads in W_V and, where there is one, in b_V.
         output: the heads that W_O reads; its bias is never changed.
@@ -171,7 +171,7 @@ class ModelLayout:
     @property
     def tensors(self) -> tuple[str, ...]:
         """Names of the tensors that change."""
-        return tuple(name for layer in self.layers for name in layer.tensors)
+        return tuple(dict.fromkeys(name for layer in self.layers for name in layer.tensors))
 
     def row_step(self, tensor: str) -> int:
         """Rows of a tensor that can only be rotated together: those of a head, or any."""
@@ -208,6 +208,8 @@ def find_layout(
 ) -> ModelLayout:
     """Find V and O of every attention module whose values are `head_dim` wide.
 
+    A module that attends to another one's V is listed with that V and its own O.
+
     Args:
         model: on any device; its parameters name the tensors.
         traced: from `trace_cache`, of this model.
@@ -222,9 +224,10 @@ def find_layout(
     layers = {}
     for index, layer in traced.items():
         if layer.value_width == head_dim and layer.module not in layers:
-            layers[layer.module] = _attention_layer(
-                model, index, layer, names, ARRANGEMENTS[arrangement]
-            )
+            for path in (layer.module, *layer.readers):
+                layers[path] = _attention_layer(
+                    model, path, index, layer, names, ARRANGEMENTS[arrangement]
+                )
     unique = {layer.output.tensor: layer for layer in reversed(layers.values())}
     return ModelLayout(head_dim, tuple(reversed(unique.values())))
 
@@ -267,6 +270,7 @@ def check_dtypes(layout: ModelLayout, dtypes: Mapping[str, str]) -> None:
 
 def _attention_layer(
     model: "PreTrainedModel",
+    path: str,
     index: int,
     traced: "TracedLayer",
     names: Mapping[Tensor, str],
@@ -276,11 +280,11 @@ def _attention_layer(
     width = traced.value_width
     own_value = _child(attention, _VALUE_NAMES)
     value = own_value or _child(attention, _JOINED_NAMES)
-    output = _output_projection(model, traced.module)
+    output = _output_projection(model, path)
     if output is None or value is None:
         missing = "output projection" if output is None else "projection to V"
         raise UnsupportedModelError(
-            f"{traced.module} ({type(attention).__name__}) has no {missing} of a known name",
+            f"{path} ({type(attention).__name__}) has no {missing} of a known name",
             hint=ONLINE_HINT,
         )
     joined = own_value is None
@@ -299,7 +303,7 @@ def _attention_layer(
     starts = tuple(arrange(num_heads, num_kv_heads, width)) if fits else ()
     if not starts:
         raise UnsupportedModelError(
-            f"{traced.module}: its projections make {value_channels} channels and read "
+            f"{path}: its projections make {value_channels} channels and read "
             f"{read_channels}, which does not fit the {traced.num_kv_heads} heads of width "
             f"{width} that it caches",
             hint=ONLINE_HINT,
@@ -307,7 +311,7 @@ def _attention_layer(
     parameters = [value.weight] if value.bias is None else [value.weight, value.bias]
     return AttentionLayer(
         index=index,
-        module=traced.module,
+        module=path,
         value=tuple(
             HeadSlices(
                 tensor=names[parameter],

@@ -5,6 +5,7 @@ which the class keeps its decoder, or in an older way that transformers renames 
 names that count are the checkpoint's, and the rule between both is transformers' own.
 """
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 
 from transformers import PreTrainedModel
@@ -66,8 +67,12 @@ def checkpoint_names(
                 hint=ONLINE_HINT,
             )
     modules = tuple(f"{layer.module}." for layer in layout.layers)
+    declared = model._keys_to_ignore_on_load_unexpected or ()
     for parameter, tensor in unknown:
-        if parameter.startswith(modules) and not parameter.endswith(_BUFFERS):
+        harmless = parameter.endswith(_BUFFERS) or any(
+            re.search(pattern, parameter) for pattern in declared
+        )
+        if parameter.startswith(modules) and not harmless:
             raise UnsupportedModelError(
                 f"{tensor} may act between attention and W_O, and {type(model).__name__} does not "
                 "load it",

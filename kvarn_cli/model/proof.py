@@ -161,6 +161,12 @@ def prove_attention(
     def compare(layout: ModelLayout) -> Iterable[Comparison]:
         kinds = {_kind(model, layer.module): layer for layer in reversed(layout.layers)}
         for layer in kinds.values():
+            if layer.module not in calls:
+                raise UnsupportedModelError(
+                    f"{layer.module} reads what another module caches; nothing can be proven of "
+                    "it alone",
+                    hint=ONLINE_HINT,
+                )
             attention = model.get_submodule(layer.module)
             alone = _AttentionAlone(attention, layer.module, calls[layer.module])
             yield compare_fused(

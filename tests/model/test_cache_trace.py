@@ -3,6 +3,8 @@ import torch
 from tiny_models import tiny_config, tiny_model
 from transformers import (
     FalconConfig,
+    Gemma3nTextConfig,
+    Gemma4TextConfig,
     LlamaConfig,
     Mamba2Config,
     PreTrainedConfig,
@@ -40,6 +42,41 @@ def test_a_class_may_cache_more_heads_than_its_weights_make():
         num_kv_heads=2,
     )
     assert trace_cache(build_without_weights(config))[0].num_kv_heads == 4
+
+
+SHARED = {
+    "vocab_size": 64,
+    "vocab_size_per_layer_input": 64,
+    "hidden_size_per_layer_input": 16,
+    "hidden_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "widths"),
+    [
+        (Gemma3nTextConfig(**SHARED, intermediate_size=64, laurel_rank=8), (32, 32)),
+        (Gemma4TextConfig(**SHARED, intermediate_size=64, global_head_dim=64), (32, 64)),
+    ],
+)
+def test_modules_that_read_the_cache_of_another_are_seen(config, widths):
+    """The third layer has a window as the first, the fourth none as the second."""
+    assert trace_cache(build_without_weights(config)) == {
+        index: TracedLayer(
+            module=f"model.layers.{index}.self_attn",
+            num_kv_heads=2,
+            key_width=width,
+            value_width=width,
+            readers=(f"model.layers.{index + 2}.self_attn",),
+        )
+        for index, width in enumerate(widths)
+    }
 
 
 def test_what_has_no_cache_of_keys_and_values_is_empty():

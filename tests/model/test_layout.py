@@ -9,6 +9,7 @@ from kvarn_cli.model.cache_trace import TracedLayer, build_without_weights, trac
 from kvarn_cli.model.layout import (
     ARRANGEMENTS,
     HeadSlices,
+    ModelLayout,
     check_dtypes,
     find_layout,
     has_joined_projections,
@@ -101,6 +102,16 @@ def test_a_module_that_runs_for_several_layers_counts_once(model):
     traced = {index: TracedLayer(path, 2, 32, 32) for index in (3, 7)}
     (layer,) = find_layout(model, traced, 32, "values last").layers
     assert (layer.index, layer.module) == (3, path)
+
+
+def test_a_reader_is_listed_with_its_givers_v(model):
+    traced = {0: TracedLayer("model.layers.0.self_attn", 2, 32, 32, ("model.layers.1.self_attn",))}
+    giver, reader = find_layout(model, traced, 32, "values last").layers
+    assert (reader.index, reader.module) == (0, "model.layers.1.self_attn")
+    assert reader.value == giver.value
+    assert reader.output.tensor == "model.layers.1.self_attn.o_proj.weight"
+    names = ModelLayout(32, (giver, reader)).tensors
+    assert len(names) == len(set(names)) == len(giver.tensors) + 1
 
 
 def change(model, name, module):

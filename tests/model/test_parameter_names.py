@@ -102,6 +102,15 @@ def test_unknown_tensors_in_attention_are_refused(part):
     assert "--rotation online" in caught.value.hint
 
 
+def test_what_the_class_says_it_leaves_is_no_obstacle():
+    config = tiny_config("llama")
+    model = build_without_weights(config)
+    layout, shapes = layout_of(model), shapes_of(config)
+    extra = shapes | {"model.layers.1.self_attn.k_norm.weight": (32,)}
+    model._keys_to_ignore_on_load_unexpected = {r"layers.1.self_attn.k_norm"}
+    assert checkpoint_names(model, layout, extra) == checkpoint_names(model, layout, shapes)
+
+
 @pytest.mark.parametrize(
     "extra",
     [

@@ -9,6 +9,7 @@ from tiny_models import tiny_config
 from transformers import (
     AutoModelForCausalLM,
     CodeGenConfig,
+    Gemma4TextConfig,
     GPT2Config,
     GPTNeoXConfig,
     OlmoConfig,
@@ -190,6 +191,22 @@ def test_finds_how_a_joined_projection_is_divided(config, arrangement):
     proof = prove_fusion(config, 32)
     assert proof.arrangement == arrangement
     assert proof.largest_difference < 1e-13
+
+
+@pytest.mark.parametrize("width", [32, 64])
+def test_readers_of_another_layers_v_take_the_rotation_back(width):
+    """Gemma 4: heads of the layers without a window are wider, and the last two share K and V."""
+    config = Gemma4TextConfig(
+        **SMALL | {"num_hidden_layers": 4},
+        num_key_value_heads=2,
+        head_dim=32,
+        global_head_dim=64,
+        num_kv_shared_layers=2,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        hidden_size_per_layer_input=16,
+        intermediate_size=64,
+    )
+    assert prove_fusion(config, width).largest_difference < 1e-12
 
 
 def test_no_arrangement_of_a_made_up_one_passes():
