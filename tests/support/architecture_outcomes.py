@@ -23,7 +23,6 @@ from kvarn_cli.model.cache_trace import build_without_weights, trace_cache
 from kvarn_cli.model.loading import load_model, quiet_transformers
 from kvarn_cli.model.shrunken import MODEL_CODE_ERRORS, build_random_model
 from kvarn_cli.progress import silent
-from kvarn_cli.runtime.coverage import rope_key_dim
 from kvarn_cli.settings import DEFAULT_LATENT_PRESET, DEFAULT_PRESET, KVarNSettings
 
 NOT_BUILT = "not instantiable"
@@ -69,7 +68,7 @@ def outcome_of(model_type: str, folder: Path) -> Outcome:
             config = tiny_architecture(model_type)
             source = save_tiny_architecture(model_type, folder / "source")
         except (KvarnError, *MODEL_CODE_ERRORS) as error:
-            return Outcome(model_type, class_name, f"{NOT_BUILT}: {_reason(error)}", "–")
+            return Outcome(model_type, class_name, f"{NOT_BUILT}: {_reason(error)}", "")
         return Outcome(
             model_type, class_name, _rotation(source, folder / "converted"), _cache(config)
         )
