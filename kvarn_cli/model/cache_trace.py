@@ -6,7 +6,7 @@ the meta device and therefore at full size without memory, and what arrives ther
 from which module, for which layer, in what shape.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from kvarn_cli.model.loading import quiet_transformers
@@ -71,7 +72,12 @@ def trace_cache(model: PreTrainedModel) -> dict[int, TracedLayer]:
     text_config = model.config.get_text_config(decoder=True)
     tokens = torch.zeros(1, _NUM_TOKENS, dtype=torch.int64, device=model.device)
     try:
-        with quiet_transformers(), _running_modules(model) as running, torch.no_grad():
+        with (
+            quiet_transformers(),
+            _WithoutData(),  # type: ignore[no-untyped-call]
+            _running_modules(model) as running,
+            torch.no_grad(),
+        ):
             cache = _TracingCache(text_config, running)
             with _Reads(cache, running) as reads:
                 model(input_ids=tokens, cache=cache, use_cache=True)
@@ -134,6 +140,27 @@ def _readers(
     kind = type(model.get_submodule(giver))
     paths = (path for layer, path in reads if layer == index and path != giver)
     return tuple(path for path in paths if type(model.get_submodule(path)) is kind)
+
+
+class _WithoutData(TorchDispatchMode):
+    """Answer what only data can tell, on the meta device, as if all of it were 0.
+
+    Attention does not depend on it; loops over experts do, and go through none.
+    """
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if args and isinstance(args[0], Tensor) and args[0].device.type == "meta":
+            if func is torch.ops.aten._local_scalar_dense.default:
+                return torch.zeros((), dtype=args[0].dtype).item()
+            if func is torch.ops.aten.nonzero.default:
+                return args[0].new_empty((0, args[0].ndim), dtype=torch.int64)
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager

@@ -132,7 +132,7 @@ def load_model(
             loaded = model_class.from_pretrained(
                 folder,
                 dtype=dtype or "auto",
-                attn_implementation="sdpa",
+                attn_implementation=_attention(config),
                 generation_config=GenerationConfig(),
                 trust_remote_code=trust_remote_code,
                 local_files_only=True,
@@ -150,6 +150,14 @@ def load_model(
     model.train(False)
     model.to(device)  # type: ignore[arg-type]
     return model
+
+
+def _attention(config: PreTrainedConfig) -> str:
+    """sdpa, except for classes of transformers that compute attention themselves."""
+    model_class: Any = named_class(config)
+    if model_class is None and type(config) in AutoModelForCausalLM._model_mapping:
+        model_class = AutoModelForCausalLM._model_mapping[type(config)]
+    return "sdpa" if getattr(model_class, "_supports_sdpa", True) else "eager"
 
 
 def check_token_ids(model: PreTrainedModel, tokens: Tensor) -> None:

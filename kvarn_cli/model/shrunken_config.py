@@ -49,6 +49,7 @@ _ODD: Mapping[str, Mapping[str, Any]] = {
         "num_layers_per_stack": 1,
         "num_hidden_layers": lambda config: config.H_cycles * (config.L_cycles + 1),
     },
+    "inkling2_loop_text": {"n_layers_per_attn_res_block": 1},
     "zamba": {
         "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
         "num_hidden_layers": 3,

@@ -100,12 +100,13 @@ def rope_key_dim(config: PreTrainedConfig) -> int | None:
     """Width of the RoPE key that an MLA model caches beside its latent.
 
     Returns:
-        None for models that cache K and V; 0 where the latent is cached alone.
+        None for models that cache K and V, or latents of several widths; 0 where the latent is
+        cached alone.
     """
-    values = vars(_text_config(config))
-    if not values.get("kv_lora_rank"):
+    text_config = _text_config(config)
+    if text_config.is_heterogeneous or not getattr(text_config, "kv_lora_rank", None):
         return None
-    return int(values.get("qk_rope_head_dim") or 0)
+    return int(getattr(text_config, "qk_rope_head_dim", None) or 0)
 
 
 def check_fit(config: PreTrainedConfig, settings: KVarNSettings) -> None:
