@@ -12,7 +12,7 @@ from typing import BinaryIO, Self
 from kvarn_cli.checkpoint.file_copy import read_into, write_at
 from kvarn_cli.checkpoint.hashing import Hash
 
-_BUFFER_BYTES = 4 << 20
+_BUFFER_BYTES = 2 << 20
 _ALIGNMENT = 4096
 
 
