@@ -90,7 +90,9 @@ def _marked(
 def _window_note(results: "tuple[MethodResult, ...]") -> str:
     """Which tokens the methods leave exact."""
     kinds = {(r.sink_tokens, r.residual_tokens, r.tail) for r in results if r.method != "exact"}
-    if len(kinds) != 1:
+    if not kinds:
+        return "nothing is quantized"
+    if len(kinds) > 1:
         return "sink and tail differ, see the names"
     sink, residual, tail = kinds.pop()
     if tail == "packed":

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 _LINES = ("-", "--", "-.", ":")
-_HATCHES = ("", "//", "..", "xx", "\\\\", "++", "oo")
+_HATCHES = ("", "//", "..", "xx", "\\\\", "++", "oo", "--")
 _SHADES = 300
 
 
@@ -41,7 +41,8 @@ def context(report: "ErrorReport") -> Figure:
     """
     figure = _figure(9, 3.6)
     static, accumulated = figure.subplots(1, 2, sharey=True)
-    for index, result in enumerate(report.results):
+    results = _rivals(report) or report.results
+    for index, result in enumerate(results):
         attention = result.attention
         if attention.static is not None:
             _draw_context(static, attention.static, index, result)
@@ -49,9 +50,7 @@ def context(report: "ErrorReport") -> Figure:
     static.set(title="static: each layer's own error", ylabel="attention MAE")
     accumulated.set(title="accumulated: as in decoding")
     blocks = [
-        (block, result)
-        for result in report.results
-        for block in result.attention.accumulated.by_context
+        (block, result) for result in results for block in result.attention.accumulated.by_context
     ]
     top = max(block.mae for block, _ in blocks)
     shaded = [b.interval[1] for b, result in blocks if b.interval and _has_interval(result)]
@@ -89,7 +88,7 @@ def _tick_distance(num_tokens: int) -> int:
 
 def heads(report: "ErrorReport") -> Figure | None:
     """Heat maps, layers by query heads, all on one logarithmic scale of colours."""
-    results = [result for result in report.results if result.attention.accumulated.mae]
+    results = _rivals(report)
     if not results:
         return None
     columns = min(len(results), 4)
@@ -118,7 +117,7 @@ def heads(report: "ErrorReport") -> Figure | None:
 
 def tokens(report: "ErrorReport") -> Figure | None:
     """Magnitude against direction error of single K vectors; on the line both are equal."""
-    results = [result for result in report.results if _has_error(result)]
+    results = _rivals(report)
     if not results:
         return None
     columns = min(len(results), 4)
@@ -127,10 +126,10 @@ def tokens(report: "ErrorReport") -> Figure | None:
     grid = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).flatten()
     for index, (axes, result) in enumerate(zip(grid, results, strict=False)):
         assert result.tokens is not None
-        points = [(d, m) for m, d in result.tokens.keys.sample if m > 0 and d > 0]
-        axes.scatter(
-            *zip(*points, strict=True), s=5, alpha=0.4, color=_COLORS[index % 7], linewidths=0
-        )
+        sample = result.tokens.keys.sample
+        magnitude, direction = [m for m, _ in sample], [d for _, d in sample]
+        color = _COLORS[index % len(_COLORS)]
+        axes.scatter(direction, magnitude, s=5, alpha=0.4, color=color, linewidths=0)
         axes.axline((1e-3, 1e-3), (1, 1), color="black", linewidth=0.8, linestyle="--")
         axes.set(xscale="log", yscale="log")
         axes.set_ylim(bottom=1e-9)
@@ -146,7 +145,7 @@ def tokens(report: "ErrorReport") -> Figure | None:
 
 def worst_tokens(report: "ErrorReport") -> Figure | None:
     """What the worst tokens hold of K's error, and how much of theirs is magnitude."""
-    results = [result for result in report.results if _has_error(result)]
+    results = _rivals(report)
     if not results:
         return None
     figure = _figure(9, 3.4)
@@ -180,10 +179,10 @@ def worst_tokens(report: "ErrorReport") -> Figure | None:
 
 def memory(report: "ErrorReport") -> Figure | None:
     """KL against bytes of the cache at the middle length."""
-    results = [result for result in report.results if result.logits.kl.mean > 0]
+    results = _rivals(report)
     if not results:
         return None
-    figure = _figure(6, 3.8)
+    figure = _figure(7, 4)
     axes = figure.subplots()
     middle = len(results[0].memory) // 2
     for index, result in enumerate(results):
@@ -203,18 +202,21 @@ def memory(report: "ErrorReport") -> Figure | None:
     )
     means = [result.logits.kl.mean for result in results]
     axes.set_ylim(min(means) / 3, max(means) * 3)
-    axes.set_xlim(0, 1.1 * max(result.memory[middle].bytes for result in results) / 2**20)
     _legend_below(figure, axes)
     return figure
 
 
-def _has_error(result: "MethodResult") -> bool:
-    return result.tokens is not None and result.tokens.keys.direction > 0
+def _rivals(report: "ErrorReport") -> "list[MethodResult]":
+    """The methods with an error to draw; each looks the same in every figure."""
+    return [result for result in report.results if result.attention.accumulated.mae]
 
 
 def _legend_below(figure: Figure, axes: Axes) -> None:
+    """In as many columns as the longest label leaves room for, up to three."""
     handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=8)
+    column_inches = 0.06 * max(map(len, labels)) + 0.4
+    columns = max(1, min(3, int(figure.get_figwidth() / column_inches)))
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=8)
 
 
 def _wrapped(label: str) -> str:

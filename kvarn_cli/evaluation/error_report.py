@@ -28,6 +28,9 @@ class KLDivergence(_Part):
 
     mean: float
     interval: Interval | None = Field(description="95 % of the mean over windows")
+    by_window: tuple[float, ...] = Field(
+        default=(), description="mean of each window, in the same order for all methods"
+    )
     median: float
     p999: float = Field(description="99.9th percentile")
 

@@ -51,7 +51,8 @@ def compare_logits(exact: Tensor, method: Tensor, tokens: Tensor) -> LogitErrors
         first_exact[rows], first_method[rows] = log_p.argmax(-1), log_q.argmax(-1)
         loss_exact[rows] = -log_p.gather(-1, targets[rows])[:, 0]
         loss_method[rows] = -log_q.gather(-1, targets[rows])[:, 0]
-        kl[rows] = -log_q.sub_(log_p).mul_(log_p.exp_()).sum(-1)
+        torch.sub(log_p, log_q, out=log_q)
+        kl[rows] = log_q.mul_(log_p.exp_()).sum(-1).clamp(min=0)  # float noise may be below
     return LogitErrors(
         kl=kl,
         agreement=first_exact == first_method,

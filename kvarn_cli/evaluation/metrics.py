@@ -170,12 +170,13 @@ class MethodSums:
         kl, top1, loss_exact, loss = (
             sum(values) / len(values) for values in zip(*self._logits, strict=True)
         )
-        sample = self._kl.values()
+        sample, kl_by_window = self._kl.values(), tuple(window[0] for window in self._logits)
         return Logits(
             first_position=self._first_position,
             kl=KLDivergence(
                 mean=kl,
-                interval=mean_interval([window[0] for window in self._logits]),
+                interval=mean_interval(kl_by_window),
+                by_window=kl_by_window,
                 median=sample.median().item(),
                 p999=_quantile(sample, 0.999),
             ),

@@ -12,7 +12,7 @@ _SIMILAR_BITS = 0.5
 
 
 def verdict(report: ErrorReport) -> list[str]:
-    """One sentence per method, then what the static view hides and what an oracle would save.
+    """A sentence per quantizing method, then what the static view hides and an oracle would save.
 
     A method keeps the model's choices when its top-1 agreement, mean KL and loss increase are all
     within the report's thresholds. For one that does not, the layers that hold half of the static
@@ -23,6 +23,8 @@ def verdict(report: ErrorReport) -> list[str]:
     length = f"{report.windows.sequence_length:,} tokens"
     sentences = []
     for result in report.results:
+        if result.method == "exact":
+            continue
         kept = f"{result.logits.top1:.1%} of top-1 choices at {length}"
         if missed := _missed(report, result):
             sentences.append(

@@ -5,7 +5,13 @@ import pytest
 from error_reports import tiny_report
 
 from kvarn_cli.errors import UsageError
-from kvarn_cli.evaluation.figures import check_folder, draw_figures, save_figures, svg_of
+from kvarn_cli.evaluation.figures import (
+    check_folder,
+    draw_figures,
+    save_figure,
+    save_figures,
+    svg_of,
+)
 
 NAMES = ["context", "heads", "tokens", "worst-tokens", "memory"]
 
@@ -34,6 +40,20 @@ def test_one_window_and_no_error_are_drawn_too(num_windows: int) -> None:
     exact = report.model_copy(update={"results": report.results[:1]})
     assert list(draw_figures(report)) == NAMES
     assert list(draw_figures(exact)) == ["context"]
+
+
+def test_long_names_leave_no_legend_cut_off(tmp_path) -> None:
+    report = tiny_report()
+    results = tuple(
+        result.model_copy(update={"method": f"{result.method},{'option=value,' * 5}{number}"})
+        for number, result in enumerate(3 * report.results[1:])
+    )
+    for figure in draw_figures(report.model_copy(update={"results": results})).values():
+        save_figure(figure, tmp_path / "figure.svg")
+        for legend in figure.legends:
+            box = legend.get_window_extent()
+            assert box.x0 >= 0
+            assert box.x1 <= figure.bbox.x1
 
 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path) -> None:

@@ -138,6 +138,7 @@ def test_it_needs_no_other_file(page: Path) -> None:
     assert "url(" not in text.partition("<body>")[0]
     assert "tiny &lt;/script&gt;&lt;b&gt;" in text
     assert text.count("</script>") == 1
+    assert "<th>kvarn:<wbr>k2v2_g32</th>" in text
 
 
 @pytest.mark.browser

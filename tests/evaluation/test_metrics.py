@@ -87,6 +87,9 @@ def test_intervals_are_over_windows(windows: list[WindowErrors]) -> None:
     half = 12.706 * (1 / 2**0.5) / 2**0.5
     assert (low, high) == (pytest.approx(0.89 - half), pytest.approx(0.89 + half))
     assert summarize(windows[:1]).logits.kl.interval is None
+    assert summarize(windows).logits.kl.by_window == tuple(
+        summarize([window]).logits.kl.mean for window in windows
+    )
 
 
 def test_attention_error_of_layers_and_heads_is_over_affected_tokens(
