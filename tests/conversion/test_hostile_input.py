@@ -223,7 +223,7 @@ def test_a_dead_head_is_named(model: Path, tmp_path: Path) -> None:
     begin, end = header[V]["data_offsets"]
     write_raw(source / shard, header, data[:begin] + bytes(end - begin) + data[end:])
     warnings = convert(source, tmp_path / "out").conversion.warnings
-    assert any("layer 1: v_proj of KV head 0 is all zero" in warning for warning in warnings)
+    assert any("layer 1: V of KV head 0 is all zero" in warning for warning in warnings)
 
 
 EDITS = st.lists(

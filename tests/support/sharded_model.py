@@ -7,7 +7,7 @@ import pytest
 import torch
 from tiny_models import build_tiny_checkpoint
 
-from kvarn_cli.conversion import plan as plan_module
+from kvarn_cli.conversion import fusing as fusing_module
 from kvarn_cli.model.proof import Proof, prove_fusion
 
 __all__ = ["model", "proof_made_once"]
@@ -32,4 +32,4 @@ def proof_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
             _proofs[key] = prove_fusion(config, head_dim, **options)
         return _proofs[key]
 
-    monkeypatch.setattr(plan_module, "prove_fusion", prove)
+    monkeypatch.setattr(fusing_module, "prove_fusion", prove)
