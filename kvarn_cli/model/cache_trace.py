@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from kvarn_cli.model.loading import quiet_transformers
@@ -126,19 +127,21 @@ class _Reads(TorchFunctionMode):
         self.found: dict[tuple[int, str], None] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for argument in args:
-            if id(argument) in self.cache.answers and self.running:
-                self.found[self.cache.answers[id(argument)][0], self.running[-1]] = None
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):
+            for argument in args:
+                if id(argument) in self.cache.answers and self.running:
+                    self.found[self.cache.answers[id(argument)][0], self.running[-1]] = None
+        return result
 
 
 def _readers(
     model: nn.Module, index: int, cache: _TracingCache, reads: Iterable[tuple[int, str]]
 ) -> tuple[str, ...]:
-    """Modules of the same class as the one that filled a layer, and that read it."""
-    giver = cache.traced[index].module
-    kind = type(model.get_submodule(giver))
-    paths = (path for layer, path in reads if layer == index and path != giver)
+    """Modules of the same class as the one that filled a layer that read it and fill none."""
+    kind = type(model.get_submodule(cache.traced[index].module))
+    givers = {layer.module for layer in cache.traced.values()}
+    paths = (path for layer, path in reads if layer == index and path not in givers)
     return tuple(path for path in paths if type(model.get_submodule(path)) is kind)
 
 

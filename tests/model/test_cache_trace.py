@@ -7,6 +7,7 @@ from transformers import (
     Gemma4TextConfig,
     LlamaConfig,
     Mamba2Config,
+    MptConfig,
     PreTrainedConfig,
     T5Config,
     XLNetConfig,
@@ -77,6 +78,13 @@ def test_modules_that_read_the_cache_of_another_are_seen(config, widths):
         )
         for index, width in enumerate(widths)
     }
+
+
+def test_asking_a_cache_for_its_length_is_no_reading():
+    """MPT's attention asks the first layer for it."""
+    config = MptConfig(vocab_size=64, d_model=128, n_heads=4, n_layers=3)
+    traced = trace_cache(build_without_weights(config))
+    assert [layer.readers for layer in traced.values()] == [(), (), ()]
 
 
 def test_what_has_no_cache_of_keys_and_values_is_empty():
