@@ -8,6 +8,7 @@ from kvarn_cli.checkpoint.shard_stream import plan_shard
 from kvarn_cli.conversion.backends import backend_commands
 from kvarn_cli.conversion.patches import conversion_patches
 from kvarn_cli.conversion.plan import ConversionPlan
+from kvarn_cli.model.proof import Proof
 from kvarn_cli.runtime.coverage import architecture_of
 
 CONTEXT_LENGTHS = (32_768, 131_072)
@@ -36,7 +37,7 @@ def plan_summary(plan: ConversionPlan, output: Path | None) -> dict[str, object]
         "rotation": "fused" if plan.layout else "online",
         "not_fused": plan.not_fused,
         "dtype": plan.dtype,
-        "proof": asdict(plan.proof) if plan.proof else None,
+        "proof": plan.proof and _numbers(plan.proof),
         "head_dim": cache.head_dim,
         "rope_dim": cache.rope_dim,
         "record_bytes": settings.record_bytes(*cache.widths),
@@ -74,6 +75,10 @@ def plan_summary(plan: ConversionPlan, output: Path | None) -> dict[str, object]
             for command in backend_commands(settings, cache.head_dim, str(output or "DIR"))
         ],
     }
+
+
+def _numbers(proof: Proof) -> dict[str, object]:
+    return {name: value for name, value in asdict(proof).items() if name != "attention_kinds"}
 
 
 def _existing_folder(output: Path | None) -> Path:
