@@ -148,4 +148,8 @@ def _suspects(attention: nn.Module, layer: AttentionLayer) -> str:
     ]
     if unexpected:
         return f"in {type(attention).__name__} stands {', '.join(unexpected)}"
-    return f"{type(attention).__name__}.forward does more than attend between V and W_O"
+    name = type(attention).__name__
+    queries = dict(attention.named_parameters()).get("q_proj.weight")
+    if queries is not None and len(queries) == 2 * layer.num_heads * layer.output.head_dim:
+        return f"{name}.q_proj makes twice the channels of the queries, as for a gate"
+    return f"{name}.forward does more than attend between V and W_O"

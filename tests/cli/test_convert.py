@@ -7,7 +7,7 @@ import subprocess
 import time
 
 import pytest
-from awkward_checkpoint import marker_of
+from awkward_checkpoint import edit_config, marker_of
 from hub_process import run_python
 from kvarn_process import KVARN, assert_refused, environment, error_of, run_kvarn
 from safetensors.torch import load_file, save_file
@@ -75,6 +75,16 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(llama, short_run, tmp_path)
     )
     assert names_in(tmp_path) == []
     assert names_in(llama) == before
+
+
+def test_a_dry_run_says_why_a_rotation_is_left_to_the_engine(llama, tmp_path):
+    model = shutil.copytree(llama, tmp_path / "model")
+    edit_config(model, quantization_config={"quant_method": "awq", "bits": 4})
+    outcome = run_kvarn("convert", model, "--dry-run", "--no-validate")
+    assert outcome.exit_code == 0, outcome.stderr
+    reason = "the weights are quantized already: AWQ (quantization_config)"
+    assert f"rotation of V  online, not fused: {reason}\n" in outcome.stdout
+    assert names_in(tmp_path) == ["model"]
 
 
 def test_the_encoder_goes_into_the_metadata(llama, short_run, tmp_path):

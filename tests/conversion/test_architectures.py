@@ -166,7 +166,7 @@ ONLINE: dict[str, tuple[Callable[[], PreTrainedConfig], str]] = {
             linear_key_head_dim=16,
             linear_value_head_dim=16,
         ),
-        "Qwen3NextAttention",
+        "Qwen3NextAttention.q_proj makes twice the channels of the queries, as for a gate",
     ),
     "AFMoE, gate": (
         lambda: AfmoeConfig(**WIDE, **EXPERTS, **MIXED, num_dense_layers=1),
