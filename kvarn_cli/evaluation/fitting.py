@@ -46,8 +46,9 @@ def fit_methods(
         _check_rope(model, covered, tokens[0, -1])
     states = _states(model, tokens, covered, before_rope=before_rope)
     if fused_rotation is not None:
+        width = len(fused_rotation)
         states = {
-            layer: (keys, rotate(values, fused_rotation.T))
+            layer: (keys, rotate(values, fused_rotation.T) if values.shape[-1] == width else values)
             for layer, (keys, values) in states.items()
         }
     return [method.fit(states) if method.needs_fit else method for method in methods]

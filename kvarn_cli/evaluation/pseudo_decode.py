@@ -263,8 +263,13 @@ def _logits(model: PreTrainedModel, tokens: Tensor, tap: Tap) -> Tensor:
 
 
 def _in_plain_basis(call: AttentionCall, output: Tensor, fused_rotation: Tensor | None) -> Tensor:
-    """Undo V's rotation; that of a latent ends where K and V are expanded from it."""
+    """Undo V's rotation, which only layers with V of its width have.
+
+    That of a latent ends where K and V are expanded from it.
+    """
     if fused_rotation is None or call.latent is not None:
+        return output
+    if call.value.shape[-1] != len(fused_rotation):
         return output
     return rotate(output, fused_rotation.T)
 

@@ -223,10 +223,10 @@ class QuantizedAttention:
 def _turned(
     call: AttentionCall, keys: Tensor, values: Tensor, matrix: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Multiply by a matrix what a fused rotation acts on: V, or the latent."""
-    if call.latent is None:
-        return keys, rotate(values, matrix)
-    return rotate(keys, matrix), values
+    """Multiply by a matrix what a fused rotation acts on: V of its width, or the latent."""
+    if call.latent is not None:
+        return rotate(keys, matrix), values
+    return keys, rotate(values, matrix) if values.shape[-1] == len(matrix) else values
 
 
 def _seen(step: Step, sink: int, exact: Tensor, packed: Tensor) -> Tensor:

@@ -2,8 +2,9 @@ import pytest
 import torch
 from decoding import calm_model, random_tokens
 from fused_models import fuse
+from tiny_models import tiny_model
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import Gemma4TextConfig, PreTrainedModel
 
 from kvarn_cli.errors import UnsupportedModelError
 from kvarn_cli.evaluation.pseudo_decode import pseudo_decode, record_exact
@@ -96,6 +97,39 @@ def test_a_fused_model_is_compared_in_the_basis_of_the_original(llama: PreTraine
             torch.testing.assert_close(
                 on_fused.attention[layer], on_original.attention[layer], rtol=1e-4, atol=1e-7
             )
+
+
+def test_layers_of_another_width_than_the_fused_rotation_s_are_in_the_plain_basis() -> None:
+    config = Gemma4TextConfig(
+        vocab_size=300,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        global_head_dim=64,
+        hidden_size_per_layer_input=0,
+        layer_types=["sliding_attention", "full_attention"],
+    )
+    model, tokens = tiny_model(config, dtype=torch.float64), random_tokens(100)
+    fused, rotation = fuse(model, 64), fused_rotation(64, dtype=torch.float64)
+    original, own = (
+        record_exact(model, tokens),
+        record_exact(fused, tokens, fused_rotation=rotation),
+    )
+    assert original.attention[0].shape[-1] == 32
+    for layer in (0, 1):
+        torch.testing.assert_close(
+            own.attention[layer], original.attention[layer], rtol=1e-4, atol=1e-5
+        )
+    kivi = parse_method("kivi:k2v2_g32")
+    for covered in ([1], [0, 1]):
+        errors = [
+            pseudo_decode(each, original, kivi, fused_rotation=turned, covered=covered)
+            for each, turned in ((model, None), (fused, rotation))
+        ]
+        torch.testing.assert_close(errors[0].logits.kl, errors[1].logits.kl, rtol=1e-3, atol=1e-6)
 
 
 def test_the_layers_to_quantize_can_be_named() -> None:
