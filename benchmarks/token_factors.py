@@ -167,12 +167,13 @@ class Measurements:
     def __call__(self, call: AttentionCall) -> Tensor:
         """Attention in full precision; measured on the way."""
         output = call.attend(0, call.key.shape[2], call.key, call.value)
-        if call.layer is None or call.layer not in self.covered:
+        layer = call.layer
+        if layer is None or layer not in self.covered:
             return output
         if self.unit_keys:
             norms = call.key.norm(dim=-1, keepdim=True)
             call = replace(call, key=call.key / norms * norms.mean(2, keepdim=True))
-        self._measure(call, call.layer)
+        self._measure(call, layer)
         return output
 
     def mean(self, name: str) -> float:
