@@ -72,7 +72,7 @@ def check_agreement(model: PreTrainedModel, num_tokens: int) -> None:
     """
     name = type(model).__name__
     text_config = model.config.get_text_config(decoder=True)
-    positions = vars(text_config).get("max_position_embeddings")
+    positions = getattr(text_config, "max_position_embeddings", None)
     if isinstance(positions, int):
         num_tokens = min(num_tokens, positions)
     tokens = _tokens(model, num_tokens)

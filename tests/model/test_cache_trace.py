@@ -1,5 +1,6 @@
 import pytest
 import torch
+from architectures import tiny_architecture
 from tiny_models import tiny_config, tiny_model
 from transformers import (
     FalconConfig,
@@ -123,3 +124,10 @@ def test_leaves_weights_hooks_and_random_state_alone(capfd):
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert not any(module._forward_pre_hooks for module in model.modules())
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("model_type", ["dbrx", "megatron-bert"])
+def test_code_that_asks_for_data_is_traced_all_the_same(model_type):
+    """DBRX loops over the experts that were chosen, Megatron-BERT asks whether a mask is full."""
+    traced = trace_cache(build_without_weights(tiny_architecture(model_type)))
+    assert set(traced) == {0, 1}

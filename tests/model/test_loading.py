@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from architectures import save_tiny_architecture
 from safetensors.torch import load_file, save_file
 from tiny_models import build_tiny_checkpoint
 from transformers.utils import logging as transformers_logging
@@ -23,6 +24,16 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def llama(tmp_path: Path) -> Path:
     return build_tiny_checkpoint(tmp_path / "llama", "llama", dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "attention"), [("llama", "sdpa"), ("gpt_oss", "eager"), ("got_ocr2", "eager")]
+)
+def test_the_kernel_is_one_that_the_class_has(
+    model_type: str, attention: str, tmp_path: Path
+) -> None:
+    folder = save_tiny_architecture(model_type, tmp_path)
+    assert load_model(folder, dtype=None, device=CPU).config._attn_implementation == attention
 
 
 def test_devices_are_tried() -> None:

@@ -5,6 +5,7 @@ original, and a packed cache gives what the pseudo-decode computes in one pass.
 """
 
 import re
+import textwrap
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from kvarn_cli.conversion.plan import plan_conversion
 from kvarn_cli.conversion.run import run_conversion
 from kvarn_cli.errors import KvarnError
 from kvarn_cli.evaluation.rehearsal import check_agreement
+from kvarn_cli.model.cache_layout import find_cache_layout
 from kvarn_cli.model.cache_trace import build_without_weights, trace_cache
 from kvarn_cli.model.loading import load_model, quiet_transformers
 from kvarn_cli.model.shrunken import MODEL_CODE_ERRORS, build_random_model
@@ -26,7 +28,6 @@ from kvarn_cli.progress import silent
 from kvarn_cli.settings import DEFAULT_LATENT_PRESET, DEFAULT_PRESET, KVarNSettings
 
 NOT_BUILT = "not instantiable"
-NO_CACHE = "no KV cache"
 EQUAL = "equal"
 NUM_TOKENS = 300
 
@@ -42,7 +43,8 @@ class Outcome:
         model_type: as in config.json.
         class_name: the causal class of this type.
         rotation: where V's rotation goes, and why not into the weights.
-        cache: whether a packed cache and the pseudo-decode agree, or why that cannot be said.
+        cache: whether a packed cache and the pseudo-decode agree, or why that cannot be said;
+            empty where there is no cache to pack.
     """
 
     model_type: str
@@ -91,9 +93,10 @@ def _rotation(source: Path, output: Path) -> str:
 
 def _cache(config: PreTrainedConfig) -> str:
     try:
-        traced = trace_cache(build_without_weights(config))
-        if not traced:
-            return NO_CACHE
+        find_cache_layout(config, trace_cache(build_without_weights(config)))
+    except KvarnError:
+        return ""
+    try:
         model = build_random_model(config, seed=0, trust_remote_code=False)
         check_agreement(model, NUM_TOKENS)
     except KvarnError as error:
@@ -117,5 +120,5 @@ def _logits(folder: Path) -> Tensor:
 
 def _reason(error: object) -> str:
     """One line without numbers that differ between machines."""
-    line = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return re.sub(r"[0-9.]+e[+-][0-9]+", "…", line)
+    line = " ".join(str(error).split())
+    return re.sub(r"[0-9.]+e[+-][0-9]+", "…", textwrap.shorten(line, 200, placeholder=" …"))

@@ -22,13 +22,14 @@ still be refused, for its widths, its quantized weights, or a value in its confi
   checkpoint was then converted, and original and result give the same logits in float32.
 - *online* ({online}): the weights stay as they are, with the reason that kept the rotation out.
 - *refused* ({refused}): there is nothing to convert, with the reason.
+- *not instantiable* ({absent}): transformers makes no model of the default configuration.
 
 **Packed cache** says whether `KVarNCache`, fed with 300 tokens step by step, gives what the
 pseudo-decode of `kvarn inspect-errors` computes in one pass:
 
 - *equal* ({equal}): up to values on the border of two codes, which rounding may move.
 - otherwise the reason why the model's cache errors cannot be measured; its checkpoint can be
-  converted all the same, with `--no-validate`.
+  converted all the same, with `--no-validate`. Empty where there is no cache to pack.
 
 | model type | class | rotation of V | packed cache |
 |---|---|---|---|
@@ -48,8 +49,10 @@ def write_table(rows: Mapping[str, str], version: str) -> None:
     cells = [row.split(" | ") for row in ordered]
     counts = {
         outcome: sum(cell[2].startswith(outcome) for cell in cells)
-        for outcome in ("fused", "online", "refused")
+        for outcome in ("fused", "online", "refused", "not instantiable")
     }
     equal = sum(cell[3] == "equal |" for cell in cells)
-    head = _HEAD.format(version=version, total=len(rows), equal=equal, **counts)
+    head = _HEAD.format(
+        version=version, total=len(rows), equal=equal, absent=counts["not instantiable"], **counts
+    )
     TABLE.write_text(head + "\n".join(ordered) + "\n", encoding="utf-8")
