@@ -1,12 +1,12 @@
 """`kvarn inspect-errors`: what quantized caches do to one model."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
 from kvarn_cli import __version__
 from kvarn_cli.checkpoint.checkpoint import loadable_folder, open_checkpoint
@@ -15,17 +15,14 @@ from kvarn_cli.errors import CheckpointError, UsageError
 from kvarn_cli.evaluation.calibration import CalibrationText
 from kvarn_cli.evaluation.error_report import (
     ErrorReport,
-    Greedy,
-    MethodResult,
     Windows,
 )
 from kvarn_cli.evaluation.fitting import fit_methods
-from kvarn_cli.evaluation.greedy import exact_continuation, same_tokens
 from kvarn_cli.evaluation.measurement import measure_methods
 from kvarn_cli.evaluation.metrics import MEMORY_LENGTHS
-from kvarn_cli.evaluation.quantized_attention import QuantizedAttention
 from kvarn_cli.evaluation.rehearsal import rehearse
-from kvarn_cli.evaluation.retrieval import LookupTask, look_up, lookup_task
+from kvarn_cli.evaluation.retrieval import look_up, lookup_task
+from kvarn_cli.evaluation.tasks import add_greedy, add_retrieval
 from kvarn_cli.metadata import CONFIG_KEY, Rotation
 from kvarn_cli.model.cache_layout import find_cache_layout
 from kvarn_cli.model.cache_trace import build_without_weights, trace_cache
@@ -183,10 +180,10 @@ def inspect_model(
     if not interrupted:
         try:
             if extras.greedy_tokens:
-                _add_greedy(results, model, windows, own_methods, extras.greedy_tokens, report)
+                add_greedy(results, model, windows, own_methods, extras.greedy_tokens, report)
             if lookup is not None:
                 retrieval_exact = look_up(model, lookup)
-                _add_retrieval(results, model, lookup, own_methods, rotation, covered, report)
+                add_retrieval(results, model, lookup, own_methods, rotation, covered, report)
         except KeyboardInterrupt:
             interrupted = True
     config = model.config.get_text_config(decoder=True)
@@ -236,55 +233,6 @@ def default_methods(settings: KVarNSettings) -> list[Method]:
         FP8.from_settings(settings),
     ]
     return list(dict.fromkeys(methods))
-
-
-def _add_greedy(
-    results: list[MethodResult],
-    model: PreTrainedModel,
-    windows: Tensor,
-    methods: Sequence[Method],
-    num_tokens: int,
-    report: Report,
-) -> None:
-    """Continue each window with every `kvarn` method whose window is a cache's."""
-    stage = "continuing"
-    chosen = {
-        index: method
-        for index, method in enumerate(methods)
-        if isinstance(method, KVarN) and method.tail == "exact"
-    }
-    total = len(windows) * (1 + len(chosen))
-    report(stage, 0, total)
-    same: dict[int, list[int]] = {index: [] for index in chosen}
-    for number, prompt in enumerate(windows.to(model.device).split(1)):
-        done = number * (1 + len(chosen)) + 1
-        expected = exact_continuation(model, prompt, num_tokens)
-        report(stage, done, total)
-        for offset, (index, method) in enumerate(chosen.items(), start=1):
-            same[index].append(same_tokens(model, prompt, expected, method))
-            report(stage, done + offset, total)
-    for index, counts in same.items():
-        greedy = Greedy(num_tokens=num_tokens, same_tokens=tuple(counts))
-        results[index] = results[index].model_copy(update={"greedy": greedy})
-
-
-def _add_retrieval(
-    results: list[MethodResult],
-    model: PreTrainedModel,
-    lookup: LookupTask,
-    methods: Sequence[Method],
-    rotation: Tensor | None,
-    covered: Collection[int],
-    report: Report,
-) -> None:
-    """Ask every method."""
-    stage = "looking up"
-    report(stage, 0, len(methods))
-    for index, method in enumerate(methods):
-        tap = QuantizedAttention(covered, method, fused_rotation=rotation, record_errors=False)
-        answered = look_up(model, lookup, tap)
-        results[index] = results[index].model_copy(update={"retrieval": answered})
-        report(stage, index + 1, len(methods))
 
 
 def _check_cache(method: Method, config: PreTrainedConfig) -> None:

@@ -6,9 +6,8 @@ original weights: those of a model whose V is fused with R are brought back to i
 latent changes neither K nor V, so with MLA they are in that basis anyway.
 
 There are two regimes. In `pseudo_decode` errors accumulate: each layer gets what the layers before
-it really gave. In the static regime each layer gets its full-precision input, and only the error
-that it adds itself is seen; `record_exact` measures it on the way, since its layers get those
-inputs anyway. To keep that cheap, it looks at every `STATIC_EVERY`-th token.
+it really gave. In the static regime each layer gets its full-precision input, and only its own
+error is seen; `record_exact` measures it on the way, at every `STATIC_EVERY`-th token.
 """
 
 import time
