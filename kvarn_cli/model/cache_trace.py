@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental import _config as fx_config
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -75,6 +76,7 @@ def trace_cache(model: PreTrainedModel) -> dict[int, TracedLayer]:
     try:
         with (
             quiet_transformers(),
+            fx_config.patch(meta_nonzero_assume_all_nonzero=True),  # type: ignore[attr-defined]
             _WithoutData(),  # type: ignore[no-untyped-call]
             _running_modules(model) as running,
             torch.no_grad(),
@@ -148,7 +150,7 @@ def _readers(
 class _WithoutData(TorchDispatchMode):
     """Answer what only data can tell, on the meta device, as if all of it were 0.
 
-    Attention does not depend on it; loops over experts do, and go through none.
+    What attention caches does not depend on it; which experts run does.
     """
 
     def __torch_dispatch__(
@@ -158,11 +160,8 @@ class _WithoutData(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if args and isinstance(args[0], Tensor) and args[0].device.type == "meta":
-            if func is torch.ops.aten._local_scalar_dense.default:
-                return torch.zeros((), dtype=args[0].dtype).item()
-            if func is torch.ops.aten.nonzero.default:
-                return args[0].new_empty((0, args[0].ndim), dtype=torch.int64)
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].device.type == "meta":
+            return torch.zeros((), dtype=args[0].dtype).item()
         return func(*args, **(kwargs or {}))
 
 

@@ -73,6 +73,7 @@ _WIDTHS = re.compile(
     r"(.*_)?(hidden_size|d_model|n_embd|embedding_size|embed(ding)?_dim|emb_dim)"
     r"|word_embed_proj_dim|lru_width"
 )
+_DECODER_WIDTHS = re.compile(r"(out|text)_hidden_size")
 _STATE_HEADS = re.compile(r"mamba_(n|num)_heads|n_mamba_heads|mamba_d_ssm")
 _STATE_WIDTHS = re.compile(r"mamba_(d_head|headdim|head_dim)")
 _LAYERS = re.compile(r"num_hidden_layers|(num_)?((en|de)coder_)?layers|n_layers?|num_blocks|depth")
@@ -88,7 +89,8 @@ _TOWERS = re.compile(r".*(vision|audio|image|speech|encoder|vq|depth).*")
 def cut_config(config: PreTrainedConfig) -> PreTrainedConfig:
     """A small copy of a configuration; see `shrunken.shrink_config`."""
     small = copy.deepcopy(config)
-    _shrink(small, _Numbers(config.get_text_config(decoder=True)))
+    decoder = _Numbers(config.get_text_config(decoder=True))
+    _shrink(small, decoder, decoder)
     return small
 
 
@@ -198,16 +200,22 @@ class _Numbers:
         return next((value for value in found if isinstance(value, int) and value > 0), default)
 
 
-def _shrink(config: PreTrainedConfig, numbers: _Numbers) -> None:
+def _shrink(config: PreTrainedConfig, numbers: _Numbers, decoder: _Numbers) -> None:
+    """Cut a configuration and what is nested in it down, by its own numbers.
+
+    What a tower gives to the decoder is as wide as the decoder.
+    """
     overrides = vars(config).pop("_heterogeneity_spec", None)
     for name, attribute, value in list(_entries(config)):
         if isinstance(value, PreTrainedConfig):
             is_tower = _TOWERS.fullmatch(attribute)
-            _shrink(value, _Numbers(value) if is_tower else numbers)
+            _shrink(value, _Numbers(value) if is_tower else numbers, decoder)
         elif _TOKEN_IDS.fullmatch(name):
             setattr(config, attribute, _clamp_ids(value))
-        elif value is not None and (small := numbers.small(name, value)) != value:
-            setattr(config, attribute, small)
+        elif value is not None:
+            rules = decoder if _DECODER_WIDTHS.fullmatch(name) else numbers
+            if (small := rules.small(name, value)) != value:
+                setattr(config, attribute, small)
     if overrides is not None:
         config.per_layer_config = {
             index: numbers.small_overrides(layer) for index, layer in enumerate(numbers.kept)

@@ -13,12 +13,15 @@ REPRESENTATIVE = (
     "bitnet",  # a norm behind attention
     "bloom",  # V inside query_key_value, attention of its own
     "cohere2",  # sliding and full layers
+    "dbrx",  # V clamped
     "deepseek_v3",  # a latent cache
     "diffllama",  # V of two heads side by side
     "doge",  # a mask made from V
     "exaone4",  # norms of q and k, layers without RoPE
     "falcon",  # one KV head, interleaved
     "falcon_mamba",  # no KV cache at all
+    "gemma2",  # capped scores
+    "gemma3n_text",  # layers that read another layer's cache, a norm of V
     "gpt2",  # transposed weights
     "gpt_bigcode",  # one KV head beside all queries
     "gpt_oss",  # attention sinks and biases

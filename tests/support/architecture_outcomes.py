@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from architectures import save_tiny_architecture, tiny_architecture
+from architectures import CLASSES, save_tiny_architecture, tiny_architecture
 from torch import Tensor
 from transformers import PreTrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from kvarn_cli.conversion.plan import plan_conversion
 from kvarn_cli.conversion.run import run_conversion
@@ -25,6 +24,7 @@ from kvarn_cli.model.cache_trace import build_without_weights, trace_cache
 from kvarn_cli.model.loading import load_model, quiet_transformers
 from kvarn_cli.model.shrunken import MODEL_CODE_ERRORS, build_random_model
 from kvarn_cli.progress import silent
+from kvarn_cli.runtime.coverage import rope_key_dim
 from kvarn_cli.settings import DEFAULT_LATENT_PRESET, DEFAULT_PRESET, KVarNSettings
 
 NOT_BUILT = "not instantiable"
@@ -41,7 +41,7 @@ class Outcome:
 
     Attributes:
         model_type: as in config.json.
-        class_name: the causal class of this type.
+        class_name: the class of this type that was run.
         rotation: where V's rotation goes, and why not into the weights.
         cache: whether a packed cache and the pseudo-decode agree, or why that cannot be said;
             empty where there is no cache to pack.
@@ -64,7 +64,7 @@ def outcome_of(model_type: str, folder: Path) -> Outcome:
     Raises:
         AssertionError: a result is wrong.
     """
-    class_name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
+    class_name = CLASSES[model_type]
     with quiet_transformers(), warnings.catch_warnings(action="ignore"):
         try:
             config = tiny_architecture(model_type)
@@ -72,12 +72,13 @@ def outcome_of(model_type: str, folder: Path) -> Outcome:
         except (KvarnError, *MODEL_CODE_ERRORS) as error:
             return Outcome(model_type, class_name, f"{NOT_BUILT}: {_reason(error)}", "")
         return Outcome(
-            model_type, class_name, _rotation(source, folder / "converted"), _cache(config)
+            model_type, class_name, _rotation(config, source, folder / "converted"), _cache(config)
         )
 
 
-def _rotation(source: Path, output: Path) -> str:
-    settings = KVarNSettings.from_name(_preset(source))
+def _rotation(config: PreTrainedConfig, source: Path, output: Path) -> str:
+    preset = DEFAULT_PRESET if rope_key_dim(config) is None else DEFAULT_LATENT_PRESET
+    settings = KVarNSettings.from_name(preset)
     try:
         plan = plan_conversion(str(source), settings=settings, rotation="auto", output=output)
         if plan.proof is None:
@@ -102,11 +103,6 @@ def _cache(config: PreTrainedConfig) -> str:
     except KvarnError as error:
         return _reason(error)
     return EQUAL
-
-
-def _preset(source: Path) -> str:
-    config = PreTrainedConfig.get_config_dict(source)[0]
-    return DEFAULT_LATENT_PRESET if config.get("kv_lora_rank") else DEFAULT_PRESET
 
 
 @torch.inference_mode()

@@ -1,4 +1,4 @@
-"""A tiny random model of every causal class that transformers can instantiate.
+"""A tiny random model of every class for text that transformers can instantiate.
 
 Their configurations are the classes' own defaults, shrunken by the very rules that proofs use.
 Where a default cannot be instantiated, or has heads of a width that no cache takes, a few values
@@ -11,13 +11,20 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from kvarn_cli.model.shrunken import build_random_model, shrink_config
 
-MODEL_TYPES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+CLASSES = {**MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, **MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
+"""Class by model type: the causal one, or else the one that reads images as well."""
+
+MODEL_TYPES = tuple(sorted(CLASSES))
 
 _DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
+_MROPE = {**_DEFAULT_ROPE, "mrope_section": [16, 24, 24]}
 _QWEN4_INDEXER = {
     "indexer_n_heads": 2,
     "indexer_kv_heads": 1,
@@ -32,6 +39,7 @@ _REPLACED: dict[str, dict[str, Any]] = {
     "bloom": {"hidden_size": 512},
     "ctrl": {"n_embd": 1024},
     "glm4_moe": {"head_dim": 64},
+    "glm4v": {"text_config": {"rope_parameters": _MROPE}},
     "gpt_neox": {"hidden_size": 4096},
     "gpt_neox_japanese": {"hidden_size": 2048},
     "lfm2": {"hidden_size": 2048, "full_attn_idxs": [1]},
@@ -89,9 +97,10 @@ _REPLACED: dict[str, dict[str, Any]] = {
 
 
 def tiny_architecture(model_type: str) -> PreTrainedConfig:
-    """The shrunken configuration of a model type, with its usual causal class."""
-    values = _REPLACED.get(model_type, {})
-    return shrink_config(CONFIG_MAPPING[model_type](**values))
+    """The shrunken configuration of a model type, with the class that `CLASSES` names."""
+    config = CONFIG_MAPPING[model_type](**_REPLACED.get(model_type, {}))
+    config.architectures = [CLASSES[model_type]]
+    return shrink_config(config)
 
 
 def save_tiny_architecture(model_type: str, folder: Path) -> Path:
