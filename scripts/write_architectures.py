@@ -1,6 +1,6 @@
 """Write docs/architectures.md: what becomes of a tiny model of every class for text.
 
-python scripts/write_architectures.py              all of them, a quarter of an hour on one core
+python scripts/write_architectures.py              all of them, six minutes on one core
 python scripts/write_architectures.py llama bloom  run these again, keep the other rows
 """
 
