@@ -1,5 +1,6 @@
-"""Fixtures for every room."""
+"""Fixtures for every room, and the order of tests."""
 
+import pytest
 from fake_hub import hub
 from hypothesis import settings
 
@@ -7,3 +8,9 @@ settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
 
 __all__ = ["hub"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that take minutes come first, so that no process waits for them at the end."""
+    slow = ("real_model/", "test_hostile_input.py", "cli/")
+    items.sort(key=lambda item: not any(part in item.nodeid for part in slow))

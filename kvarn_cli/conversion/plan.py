@@ -29,10 +29,10 @@ from kvarn_cli.model.latent_layout import latent_readers
 from kvarn_cli.model.layout import (
     FUSIBLE_DTYPES,
     ModelLayout,
-    output_projections,
 )
 from kvarn_cli.model.loading import load_config, load_tokenizer
 from kvarn_cli.model.parameter_names import checkpoint_modules
+from kvarn_cli.model.projections import output_projections
 from kvarn_cli.model.proof import Proof
 from kvarn_cli.runtime.coverage import check_fit
 from kvarn_cli.settings import KVarNSettings

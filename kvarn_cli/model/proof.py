@@ -15,20 +15,19 @@ What was shown holds for attention modules like those that were run. One that ha
 is refused.
 """
 
-import copy
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
-from transformers import Cache, PreTrainedConfig, PreTrainedModel
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvarn_cli.errors import UnsupportedModelError
+from kvarn_cli.model.attention_alone import AttentionAlone, attention_calls
 from kvarn_cli.model.cache_trace import TracedLayer, trace_cache
 from kvarn_cli.model.comparison import Comparison, RotationSet, all_rotations, compare_fused
 from kvarn_cli.model.layout import ONLINE_HINT, ModelLayout
@@ -38,7 +37,6 @@ from kvarn_cli.model.shrunken import (
     MODEL_CODE_ERRORS,
     NoInstanceError,
     build_random_model,
-    draw,
     shrink_config,
 )
 from kvarn_cli.model.shrunken_config import VOCAB_SIZE
@@ -156,7 +154,7 @@ def prove_attention(
             it, or a module cannot be run alone.
     """
     start = time.perf_counter()
-    calls = _attention_calls(model, {layer.module for layer in traced.values()})
+    calls = attention_calls(model, {layer.module for layer in traced.values()})
 
     def compare(layout: ModelLayout) -> Iterable[Comparison]:
         kinds = {_kind(model, layer.module): layer for layer in reversed(layout.layers)}
@@ -168,7 +166,7 @@ def prove_attention(
                     hint=ONLINE_HINT,
                 )
             attention = model.get_submodule(layer.module)
-            alone = _AttentionAlone(attention, layer.module, calls[layer.module])
+            alone = AttentionAlone(attention, layer.module, calls[layer.module], seed=_SEED)
             yield compare_fused(
                 alone.output,
                 alone.weights,
@@ -236,69 +234,3 @@ def _logits(model: PreTrainedModel) -> Tensor:
             hint="a number in config.json may be wrong, such as rms_norm_eps or rope_theta",
         )
     return logits
-
-
-@dataclass(frozen=True)
-class _Call:
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-
-def _attention_calls(model: PreTrainedModel, paths: Iterable[str]) -> dict[str, _Call]:
-    """What each attention module is given when the model runs."""
-    calls: dict[str, _Call] = {}
-
-    def note(path: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        calls[path] = _Call(args, kwargs)
-
-    handles = [
-        model.get_submodule(path).register_forward_pre_hook(partial(note, path), with_kwargs=True)
-        for path in paths
-    ]
-    try:
-        trace_cache(model)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return calls
-
-
-class _AttentionAlone:
-    """An attention module with random weights, and random inputs of the shapes that it was given.
-
-    Attributes:
-        weights: its float64 parameters, by their names in the model.
-    """
-
-    def __init__(self, attention: nn.Module, path: str, call: _Call) -> None:
-        generator = torch.Generator().manual_seed(_SEED)
-        self.module = copy.deepcopy(attention).to_empty(device="cpu").double()
-        draw(self.module, generator)
-        for buffer in self.module.buffers():
-            if not buffer.is_floating_point():
-                buffer.fill_(1)
-        self.weights = {f"{path}.{name}": p.data for name, p in self.module.named_parameters()}
-        self.args, self.kwargs = tree_map(
-            lambda leaf: _random_like(leaf, generator), (call.args, call.kwargs)
-        )
-
-    def output(self) -> Tensor:
-        """The attention output behind W_O, [batch, tokens, hidden_size]."""
-        try:
-            result = self.module(*self.args, **self.kwargs)
-        except MODEL_CODE_ERRORS as error:
-            raise UnsupportedModelError(
-                f"{type(self.module).__name__} cannot be run alone: {error}", hint=ONLINE_HINT
-            ) from error
-        output: Tensor = tree_leaves(result)[0]
-        return output
-
-
-def _random_like(leaf: Any, generator: torch.Generator) -> Any:
-    if isinstance(leaf, Cache):
-        return None
-    if not isinstance(leaf, Tensor):
-        return leaf
-    if leaf.is_floating_point():
-        return torch.randn(leaf.shape, generator=generator, dtype=torch.float64)
-    return torch.ones(leaf.shape, dtype=leaf.dtype)

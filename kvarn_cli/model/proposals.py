@@ -6,7 +6,8 @@ from transformers import PreTrainedModel
 
 from kvarn_cli.model.cache_trace import TracedLayer
 from kvarn_cli.model.latent_layout import UNIT_WEIGHTS, find_latent_layout
-from kvarn_cli.model.layout import ARRANGEMENTS, ModelLayout, find_layout, has_joined_projections
+from kvarn_cli.model.layout import ModelLayout
+from kvarn_cli.model.projections import ARRANGEMENTS, find_layout, has_joined_projections
 from kvarn_cli.runtime.coverage import rope_key_dim
 
 

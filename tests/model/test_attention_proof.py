@@ -15,7 +15,7 @@ from kvarn_cli.errors import UnsupportedModelError
 from kvarn_cli.model.cache_trace import build_without_weights, trace_cache
 from kvarn_cli.model.comparison import FLOAT64_TOLERANCE, SMALLEST_CONTROL
 from kvarn_cli.model.fusion import tensor_rotations
-from kvarn_cli.model.layout import find_layout
+from kvarn_cli.model.projections import find_layout
 from kvarn_cli.model.proof import prove_attention, prove_fusion
 from kvarn_cli.model.shrunken import NoInstanceError
 from kvarn_cli.settings import KVarNSettings

@@ -7,7 +7,8 @@ from transformers import PreTrainedModel
 
 from kvarn_cli.model.cache_trace import trace_cache
 from kvarn_cli.model.fusion import tensor_rotations
-from kvarn_cli.model.layout import ModelLayout, find_layout
+from kvarn_cli.model.layout import ModelLayout
+from kvarn_cli.model.projections import find_layout
 
 
 def layout_of(
