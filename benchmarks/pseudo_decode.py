@@ -21,6 +21,7 @@ from statistics import median
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel, QuantizedCache
+from transformers.utils import is_optimum_quanto_available
 
 from kvarn_cli.evaluation.calibration import CalibrationText
 from kvarn_cli.evaluation.logit_errors import compare_logits
@@ -46,10 +47,11 @@ SETTINGS = KVarNSettings.from_name("k2v2_g128")
 PLAIN, STATIC = "plain forward", f"static regime of `{OWN}`, beside the exact pass"
 BLOCKS, SINGLES = "block loop", "token by token"
 OWN_CACHE = "`KVarNCache` k2v2"
+QUANTO = "`QuantizedCache` quanto 2 bits"
 CACHES: dict[str, Callable[[PreTrainedModel], Cache]] = {
     OWN_CACHE: lambda model: KVarNCache(model.config, SETTINGS),
     "`DynamicCache`": lambda model: DynamicCache(config=model.config),
-    "`QuantizedCache` quanto 2 bits": lambda model: QuantizedCache("quanto", model.config, 2),
+    QUANTO: lambda model: QuantizedCache("quanto", model.config, 2),
     "`QuantizedCache` fp8": lambda model: QuantizedCache("fp8", model.config),
 }
 
@@ -161,11 +163,15 @@ def main() -> None:
     def forward() -> None:
         model(input_ids=tokens, use_cache=False)
 
+    caches = list(CACHES)
+    if not is_optimum_quanto_available():
+        caches.remove(QUANTO)
+        print(f"{QUANTO} is left out: pip install optimum-quanto\n")
     forward()
     exact, table = record_exact(model, tokens), Table()
     for _ in range(arguments.rounds):
         measure_passes(table, forward, model, exact)
-        for name in CACHES:
+        for name in caches:
             measure_loop(table, forward, model, exact, BLOCKS, name)
     for _ in range(arguments.token_rounds):
         for name in ("`DynamicCache`", OWN_CACHE):
