@@ -186,16 +186,15 @@ def inspect_model(
                 add_retrieval(results, model, lookup, own_methods, rotation, covered, report)
         except KeyboardInterrupt:
             interrupted = True
-    config = model.config.get_text_config(decoder=True)
     return ErrorReport(
         kvarn_version=__version__,
         model=source.name,
         revision=source.revision,
         fused=fused,
         compute_dtype=str(model.dtype).removeprefix("torch."),
-        num_layers=config.num_hidden_layers,
+        num_layers=len(cache.covered) + len(cache.left_out),
         covered_layers=covered,
-        num_heads=config.num_attention_heads,
+        num_heads=max(len(row) for row in results[0].attention.accumulated.by_head),
         num_kv_heads=max(cache.kv_heads.values()),
         head_dim=cache.head_dim,
         rope_dim=cache.rope_dim,

@@ -97,18 +97,23 @@ def find_tensors(
     return layout, {tensor: parameter for parameter, tensor in names.items()}
 
 
+def format_of_weights(folder: Path, dtypes: Mapping[str, str]) -> str | None:
+    """The format of quantized weights, with the place that shows it; None for plain weights.
+
+    Args:
+        folder: holds config.json, and perhaps ModelOpt's own description.
+        dtypes: safetensors' name of each tensor's dtype, by tensor name.
+    """
+    found = quantized_format(read_object(folder / CONFIG_NAME), dtypes)
+    if found is None and (folder / _MODELOPT_NAME).is_file():
+        return f"ModelOpt ({_MODELOPT_NAME})"
+    return found
+
+
 def _refuse_quantized(folder: Path, dtypes: Mapping[str, str]) -> None:
-    found = quantized_format(_described_weights(folder), dtypes)
+    found = format_of_weights(folder, dtypes)
     if found is not None:
         raise UnsupportedModelError(
             f"the weights are quantized already: {found}",
             hint=f"fuse the unquantized checkpoint and quantize the result, or {ONLINE_HINT}",
         )
-
-
-def _described_weights(folder: Path) -> dict[str, object]:
-    """config.json, with ModelOpt's own file where it describes the weights."""
-    described = read_object(folder / CONFIG_NAME)
-    if (folder / _MODELOPT_NAME).is_file():
-        described["quantization_config"] = read_object(folder / _MODELOPT_NAME)
-    return described

@@ -16,6 +16,7 @@ from kvarn_cli.checkpoint.source import Source, fetch_weights, resolve_source
 from kvarn_cli.conversion.fusing import (
     RotationPlace,
     find_tensors,
+    format_of_weights,
     prove_unquantized,
     unless_refused,
 )
@@ -246,9 +247,11 @@ def plan_conversion(
         layout, not_fused = unless_refused(
             rotation, lambda: find_tensors(checkpoint, model_class, traced, proven)
         )
-    if output_dtype is not None and checkpoint.config.get("quantization_config"):
+    dtypes = {name: checkpoint.info(name).dtype for name in checkpoint.weight_map}
+    quantized = format_of_weights(source.folder, dtypes)
+    if output_dtype is not None and quantized is not None:
         raise UnsupportedModelError(
-            f"{source.name} has quantized weights, whose scales must keep their dtype",
+            f"{source.name} has quantized weights, whose scales must keep their dtype: {quantized}",
             hint="leave out --dtype",
         )
     return ConversionPlan(

@@ -100,7 +100,7 @@ def check_agreement(model: PreTrainedModel, num_tokens: int) -> None:
         raise UnsupportedModelError(
             f"{name} does not decode step by step with transformers' caches: {error}"
         ) from error
-    if not covered:
+    if not covered or not effect:
         return
     if not (decoded - exact).abs().max() <= _LARGEST_SHARE * effect:
         raise UnsupportedModelError(

@@ -14,7 +14,7 @@ from transformers import Cache, PreTrainedModel
 from kvarn_cli.errors import UnsupportedModelError
 from kvarn_cli.model.cache_trace import trace_cache
 from kvarn_cli.model.layout import ONLINE_HINT
-from kvarn_cli.model.shrunken import MODEL_CODE_ERRORS, draw
+from kvarn_cli.model.shrunken import MAX_PARAMETERS, MODEL_CODE_ERRORS, draw
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,12 @@ class AttentionAlone:
 
     def __init__(self, attention: nn.Module, path: str, call: ModuleCall, *, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
+        size = sum(parameter.numel() for parameter in attention.parameters())
+        if size > MAX_PARAMETERS:
+            raise UnsupportedModelError(
+                f"{path} has {size:,} parameters, too many to be run alone in float64",
+                hint=ONLINE_HINT,
+            )
         self.module = copy.deepcopy(attention).to_empty(device="cpu").double()
         draw(self.module, generator)
         for buffer in self.module.buffers():

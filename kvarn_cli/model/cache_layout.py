@@ -82,8 +82,8 @@ def find_cache_layout(
         reason = next(iter(left_out.values()), "it has no attention layers")
         raise UnsupportedModelError(
             f"{architecture_of(config)} has no layer whose cache grows with the sequence: {reason}",
-            hint="its cache is small already, so there is nothing to convert; inspect-errors "
-            "--sliding measures layers with a window",
+            hint="its cache is small already, so there is nothing to convert"
+            + ("; inspect-errors --sliding measures layers with a window" * ("window" in reason)),
         )
     rope_dim = rope_key_dim(config)
     return CacheLayout(

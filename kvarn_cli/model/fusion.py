@@ -44,6 +44,7 @@ Source: QuaRot (arXiv 2404.00456), section 4; KVarN (arXiv 2606.03458) for the c
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -202,10 +203,13 @@ def tensor_rotations(
 
 @dataclass(frozen=True)
 class _Gain:
+    """What a folded norm multiplies by, read once."""
+
     norm: FoldedNorm
     read: TensorReader
 
-    def __call__(self) -> Tensor:
+    @cached_property
+    def value(self) -> Tensor:
         gain = self.norm.gain(self.read(self.norm.tensor))
         if not _all_finite(gain):
             raise CheckpointError(f"{self.norm.tensor} holds NaN or infinity")
@@ -228,7 +232,7 @@ class _Checked:
     heads: HeadSlices
     rotation: Tensor
     dtype: torch.dtype | None
-    gain: Callable[[], Tensor] | None = None
+    gain: _Gain | None = None
 
     def __call__(self, rows: Tensor, first_row: int = 0) -> Tensor:
         name = self.heads.tensor
@@ -242,7 +246,7 @@ class _Checked:
             raise CheckpointError(f"{name} holds NaN or infinity")
         scaled = rows
         if self.gain is not None:
-            scaled = rows * self.gain().to(torch.promote_types(rows.dtype, torch.float32))
+            scaled = rows * self.gain.value.to(torch.promote_types(rows.dtype, torch.float32))
         rotated = rotate_heads(
             scaled,
             self.heads,

@@ -126,9 +126,9 @@ def load_model(
     """
     loaded: Any
     config = load_config(folder, trust_remote_code=trust_remote_code)
-    model_class: Any = named_class(config) or AutoModelForCausalLM
     with quiet_transformers():
         try:
+            model_class: Any = named_class(config) or AutoModelForCausalLM
             loaded = model_class.from_pretrained(
                 folder,
                 dtype=dtype or "auto",

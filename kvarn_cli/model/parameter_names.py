@@ -15,7 +15,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from kvarn_cli.errors import UnsupportedModelError
 from kvarn_cli.model.layout import ONLINE_HINT, ModelLayout
 
-_BUFFERS = ("rotary_emb.inv_freq", "masked_bias", "attn.bias", "attention.bias")
+_BUFFERS = (".rotary_emb.inv_freq", ".masked_bias", ".attn.bias", ".attention.bias")
 """What old checkpoints store beside the weights, and no class loads."""
 
 

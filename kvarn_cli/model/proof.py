@@ -120,6 +120,11 @@ def prove_fusion(
         model = build_random_model(small, seed=_SEED, trust_remote_code=trust_remote_code)
         run = partial(_logits, model)
         traced = trace_cache(model)
+        if all(layer.key_width != head_dim for layer in traced.values()):
+            raise NoInstanceError(
+                f"a small instance of {type(model).__name__} has no heads {head_dim} wide",
+                hint=ONLINE_HINT,
+            )
         weights = {name: weight.data for name, weight in model.named_parameters()}
 
         def compare(layout: ModelLayout) -> Iterable[Comparison]:

@@ -69,7 +69,10 @@ def quantized_format(config: Mapping[str, Any], dtypes: Mapping[str, str]) -> st
 
 def _name(described: Mapping[str, Any]) -> str:
     method = described.get("quant_method") or described.get("quant_algo")
-    method = method or described.get("quantization", {}).get("quant_algo") or "unnamed"
+    nested = described.get("quantization")
+    if not method and isinstance(nested, dict):
+        method = nested.get("quant_algo")
+    method = method or "unnamed"
     name = _METHODS.get(str(method).lower(), str(method))
     details = described.get("quant_algo") or described.get("fmt") or described.get("format")
     return f"{name} {details}" if details and str(details) != str(method) else name

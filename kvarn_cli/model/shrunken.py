@@ -33,6 +33,10 @@ MODEL_CODE_ERRORS = (
 """What the code of a model may raise when a configuration does not fit it."""
 
 
+MAX_PARAMETERS = 2**28
+"""Of a random instance, which takes eight bytes for each."""
+
+
 class NoInstanceError(UnsupportedModelError):
     """No instance of the model can be built, or none that runs."""
 
@@ -71,6 +75,13 @@ def build_random_model(
     Raises:
         NoInstanceError: the architecture's class cannot be built from the configuration.
     """
+    shapes = build_model(config, torch.device("meta"), trust_remote_code=trust_remote_code)
+    size = sum(parameter.numel() for parameter in shapes.parameters())
+    if size > MAX_PARAMETERS:
+        raise NoInstanceError(
+            f"a small instance of {type(shapes).__name__} would have {size:,} parameters",
+            hint="a number in config.json may be wrong",
+        )
     model = build_model(config, torch.device("cpu"), trust_remote_code=trust_remote_code)
     model.double().eval()
     draw(model, torch.Generator().manual_seed(seed))
@@ -111,8 +122,9 @@ def named_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
         return None
     names = config.architectures or [""]
     named = getattr(transformers, str(names[0]), None)
-    is_model = isinstance(named, type) and issubclass(named, PreTrainedModel)
-    return named if is_model else None
+    if not (isinstance(named, type) and issubclass(named, PreTrainedModel)):
+        return None
+    return named if named.config_class is type(config) else None
 
 
 def _build(config: PreTrainedConfig, *, trust_remote_code: bool) -> PreTrainedModel:

@@ -114,7 +114,7 @@ def test_modelopts_own_file_describes_the_weights_too(quantized, tmp_path):
     described = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4"}}
     (model / "hf_quant_config.json").write_text(json.dumps(described))
     value = rotation_without_fusion(model, tmp_path / "out", "auto")
-    assert value.not_fused == "the weights are quantized already: NVFP4 (quantization_config)"
+    assert value.not_fused == "the weights are quantized already: ModelOpt (hf_quant_config.json)"
 
 
 def test_experts_in_mxfp4_are_recognised(quantized, tmp_path):

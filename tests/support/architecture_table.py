@@ -23,7 +23,8 @@ configuration.
   checkpoint was then converted, and original and result give the same logits in float32.
 - *online* ({online}): the weights stay as they are, with the reason that kept the rotation out.
 - *refused* ({refused}): there is nothing to convert, with the reason.
-- *not instantiable* ({absent}): transformers makes no model of the default configuration.
+- *not instantiable* ({absent}): transformers makes no model of the configuration that was
+  tried, or needs a package that is not installed here.
 
 **Packed cache** says whether `KVarNCache`, fed with 300 tokens step by step, gives what the
 pseudo-decode of `kvarn inspect-errors` computes in one pass:
