@@ -1,8 +1,13 @@
 """Fixtures for every room, and the order of tests."""
 
+import signal
+
 import pytest
 from fake_hub import hub
 from hypothesis import settings
+
+# A job in the background of a shell ignores SIGINT, and so would every process that tests interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
