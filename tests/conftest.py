@@ -6,7 +6,7 @@ import pytest
 from fake_hub import hub
 from hypothesis import settings
 
-# A job in the background of a shell ignores SIGINT, and so would every process that tests interrupt.
+# A job in a shell's background ignores SIGINT, and so would the processes that tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("repeatable", derandomize=True, deadline=None)

@@ -40,6 +40,7 @@ from kvarn_cli.settings import KVarNSettings
 from kvarn_cli.tensor_bytes import read_rows, to_tensor
 
 Note = Callable[[str], None]
+_ADAPTER_NAME = "adapter_config.json"
 _OUTPUT_DTYPES = {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}
 
 
@@ -212,6 +213,7 @@ def plan_conversion(
         check_before_work(source.folder, output, overwrite=overwrite)
     config = load_config(source.folder, trust_remote_code=trust_remote_code)
     _refuse_converted(config.to_dict(), source)
+    _refuse_adapter(source)
     model_class = build_without_weights(config, trust_remote_code=trust_remote_code)
     traced = trace_cache(model_class)
     cache = find_cache_layout(config, traced)
@@ -291,6 +293,14 @@ def _refuse_converted(config: dict[str, object], source: Source) -> None:
             f"{source.name} was converted already, to {block.cache.dtype} with {block.rotated}'s "
             f"rotation {block.rotations.value.where}; converting it twice would rotate twice",
             hint=f"convert the original again: {block.base_model.name}",
+        )
+
+
+def _refuse_adapter(source: Source) -> None:
+    if (source.folder / _ADAPTER_NAME).is_file():
+        raise UnsupportedModelError(
+            f"{source.name} holds {_ADAPTER_NAME}: an adapter, loaded on top of the weights",
+            hint="merge it first (peft: merge_and_unload), or remove its files",
         )
 
 

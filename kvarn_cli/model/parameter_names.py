@@ -37,20 +37,26 @@ def checkpoint_names(
             would leave out a tensor that the checkpoint keeps beside them.
     """
     parameters = model.state_dict()
+    own_names = {parameter: name for name, parameter in model.named_parameters()}
+    aliases = {
+        name: own_names[parameter]
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+    }
     wanted = set(layout.tensors)
     found: dict[str, str] = {}
     unknown = []
     for tensor, parameter, rearranged in _renamed(model, shapes):
         if parameter not in parameters and not rearranged:
             unknown.append((parameter, tensor))
-        if parameter in wanted and not rearranged:
-            if parameter in found:
+        own_name = aliases.get(parameter, parameter)
+        if own_name in wanted and not rearranged:
+            if own_name in found:
                 raise UnsupportedModelError(
-                    f"{type(model).__name__} loads {parameter} from both {found[parameter]} and "
+                    f"{type(model).__name__} loads {own_name} from both {found[own_name]} and "
                     f"{tensor}",
                     hint=ONLINE_HINT,
                 )
-            found[parameter] = tensor
+            found[own_name] = tensor
     for parameter in layout.tensors:
         if parameter not in found:
             raise UnsupportedModelError(

@@ -15,6 +15,7 @@ What was shown holds for attention modules like those that were run. One that ha
 is refused.
 """
 
+import re
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -45,7 +46,7 @@ _SEED = 20_260_603
 _NUM_TOKENS = 24
 
 AttentionKind = tuple[str, tuple[str, ...]]
-"""Class of an attention module, and the names of its parameters."""
+"""Class of an attention module, and the names of its parameters, whatever their number."""
 
 
 @dataclass(frozen=True)
@@ -219,7 +220,8 @@ def _first_proposal(
 
 def _kind(model: PreTrainedModel, path: str) -> AttentionKind:
     attention = model.get_submodule(path)
-    return type(attention).__name__, tuple(sorted(name for name, _ in attention.named_parameters()))
+    names = {re.sub("[0-9]+", "N", name) for name, _ in attention.named_parameters()}
+    return type(attention).__name__, tuple(sorted(names))
 
 
 def _logits(model: PreTrainedModel) -> Tensor:

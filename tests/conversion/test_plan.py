@@ -266,3 +266,10 @@ def test_what_validation_cannot_reproduce_can_still_be_proven(bloom):
     found = plan(bloom)
     assert found.proof.architecture == "BloomForCausalLM"
     assert found.cache.covered == (0, 1)
+
+
+def test_an_adapter_beside_the_weights_is_refused(llama):
+    (llama / "adapter_config.json").write_text("{}")
+    with pytest.raises(UnsupportedModelError, match="adapter_config.json: an adapter") as caught:
+        plan(llama)
+    assert "merge" in caught.value.hint

@@ -6,7 +6,7 @@ import pytest
 import torch
 from made_up_models import made_up
 from tiny_models import build_tiny_checkpoint, tiny_config
-from transformers import GPT2Config, GPTNeoXConfig, Phi3Config
+from transformers import GPT2Config, GPTNeoXConfig, Phi3Config, StableLmConfig
 
 from kvarn_cli.conversion import fusing
 from kvarn_cli.conversion.plan import plan_conversion
@@ -94,3 +94,11 @@ def test_attention_of_another_kind_than_the_proven_is_refused():
     plain = replace(proof, attention_kinds=prove_fusion(tiny_config("llama"), 32).attention_kinds)
     with pytest.raises(UnsupportedModelError, match=r"model\.layers\.0\.self_attn has other parts"):
         plain.check_kinds(model, layout)
+
+
+def test_norms_of_single_heads_are_of_one_kind_whatever_their_number():
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 256}
+    config = StableLmConfig(**SMALL | heads, qk_layernorm=True)
+    model = build_without_weights(config)
+    layout = find_layout(model, trace_cache(model), 32, "values last")
+    prove_fusion(config, 32).check_kinds(model, layout)

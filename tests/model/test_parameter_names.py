@@ -137,3 +137,15 @@ def test_modules_are_spelled_as_in_the_checkpoint():
         "model.layers.0.self_attn.o_proj": "layers.0.self_attn.o_proj",
         "model.nowhere": "model.nowhere",
     }
+
+
+def test_copies_of_a_shared_module_are_refused():
+    config = tiny_config("llama")
+    model = build_without_weights(config)
+    first, second = (layer.self_attn for layer in model.model.layers)
+    second.v_proj, second.o_proj = first.v_proj, first.o_proj
+    copies = shapes_of(config)
+    once = {name: copies[name] for name in copies if not name.startswith((V, O))}
+    assert len(checkpoint_names(model, layout_of(model), once)) == 2
+    with pytest.raises(UnsupportedModelError, match=r"layers\.0\.self_attn\..* from both"):
+        checkpoint_names(model, layout_of(model), copies)
