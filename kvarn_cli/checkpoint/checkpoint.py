@@ -152,11 +152,18 @@ def _require_shards(folder: Path, names: list[str], *, indexed: bool) -> None:
         )
     other = [name for name in beside if name.endswith(OTHER_WEIGHT_SUFFIXES)]
     found = f"only {other[0]}" if other else f"no {SINGLE_FILE_NAME}"
-    raise UnsupportedModelError(
-        f"{folder} holds {found}; weights are read from safetensors files alone",
-        hint="pickle files can run code when opened. Convert with the Hub's space "
+    hint = (
+        "pickle files can run code when opened. Convert with the Hub's space "
         "safetensors/convert, or where you trust the file load it with transformers "
-        "and call save_pretrained",
+        "and call save_pretrained"
+    )
+    if other and other[0].endswith(".gguf"):
+        hint = (
+            "its weights are quantized already: convert the safetensors checkpoint that it was "
+            "made from, and make the GGUF file from the result"
+        )
+    raise UnsupportedModelError(
+        f"{folder} holds {found}; weights are read from safetensors files alone", hint=hint
     )
 
 

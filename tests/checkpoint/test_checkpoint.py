@@ -104,7 +104,7 @@ def test_refuses_a_broken_shard_by_name(tmp_path: Path) -> None:
         open_checkpoint(folder)
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "tf_model.h5", "model-q4.gguf"])
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "tf_model.h5"])
 def test_refuses_other_formats_and_says_how_to_convert(name: str, tmp_path: Path) -> None:
     folder = save_checkpoint(tmp_path / "model", {SINGLE: tensors("x")})
     (folder / SINGLE).rename(folder / name)

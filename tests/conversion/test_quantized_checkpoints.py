@@ -135,12 +135,19 @@ def test_another_dtype_is_refused_for_scales_and_codes(quantized, tmp_path):
     assert refused.value.hint == "leave out --dtype"
 
 
-@pytest.mark.parametrize("name", ["model-Q4_K_M.gguf", "pytorch_model.bin"])
-def test_other_containers_are_refused_by_name(name, quantized, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("model-Q4_K_M.gguf", "make the GGUF file from the result"),
+        ("pytorch_model.bin", "pickle files can run code"),
+    ],
+)
+def test_other_containers_are_refused_by_name(name, advice, quantized, tmp_path):
     model = quantized(None, {})
     (model / "model.safetensors").rename(model / name)
     with pytest.raises(UnsupportedModelError, match=name) as refused:
         convert(model, tmp_path / "out", rotation="auto")
     assert refused.value.exit_code == 3
     assert "safetensors" in refused.value.hint
+    assert advice in refused.value.hint
     assert not (tmp_path / "out").exists()
