@@ -236,7 +236,7 @@ def test_the_rotation_is_the_one_that_is_described(llama, tmp_path, text):
     """A model fused with plain H costs KIVI as much as the original does."""
     folder = convert(llama, tmp_path / "plain", preset="k2v2_g32").output
     model = load_model(llama, dtype=torch.float32, device=CPU)
-    rotations = tensor_rotations(layout_of(model), hadamard_matrix(32))
+    rotations = tensor_rotations(layout_of(model), [hadamard_matrix(32)])
     tensors = load_file(llama / "model.safetensors")
     for name, rotate in rotations.items():
         tensors[name] = rotate(tensors[name])

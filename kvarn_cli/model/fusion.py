@@ -42,7 +42,8 @@ W_B diag(g) R, and g becomes 1. The cache then holds N(X W_Aᵀ) R.
 Source: QuaRot (arXiv 2404.00456), section 4; KVarN (arXiv 2606.03458) for the cache.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -58,9 +59,12 @@ from kvarn_cli.model.layout import (
     HeadSlices,
     ModelLayout,
 )
-from kvarn_cli.quantization.hadamard import fused_rotation
+from kvarn_cli.quantization.hadamard import fused_rotation_factors
 
 TensorReader = Callable[[str], Tensor]
+
+_PART_ENTRIES = 1 << 17
+"""What is widened at once: larger temporaries are mapped and zeroed by the system every time."""
 
 
 class TensorRotation(Protocol):
@@ -86,7 +90,7 @@ class TensorRotation(Protocol):
 def rotate_heads(
     rows: Tensor,
     heads: HeadSlices,
-    rotation: Tensor,
+    factors: Sequence[Tensor],
     *,
     first_row: int = 0,
     dtype: torch.dtype | None = None,
@@ -94,22 +98,58 @@ def rotate_heads(
     """Multiply each head's channels by R from the right; all other entries keep their values.
 
     Args:
-        rows: some rows of the tensor that `heads` describes, any float dtype.
+        rows: some rows of the tensor that `heads` describes, [rows, columns] or [rows].
         heads: where the heads lie in the whole tensor.
-        rotation: R, [head_dim, head_dim].
+        factors: square matrices whose Kronecker product is R, [head_dim, head_dim]; R alone too.
         first_row: index of the first row in the whole tensor.
         dtype: of the result; None is that of `rows`.
 
     Returns:
         Shape of `rows`; computed in float32 (float64 stays) and rounded once.
     """
-    wide = rows.to(torch.promote_types(rows.dtype, torch.float32), copy=True)
-    rotation = rotation.to(wide)
+    rotated = rows.to(dtype or rows.dtype, copy=True)
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    factors = [factor.to(rows.device, wide) for factor in factors]
     for start, count in _runs(_starts(rows, heads, first_row), heads.head_dim):
-        run = wide.narrow(heads.axis, start, count * heads.head_dim)
-        run = run.unflatten(heads.axis, (count, heads.head_dim))
-        run.copy_(rotation.T @ run if heads.axis < rows.ndim - 1 else run @ rotation)
-    return wide.to(dtype or rows.dtype)
+        channels = count * heads.head_dim
+        both = (tensor.narrow(heads.axis, start, channels) for tensor in (rows, rotated))
+        parts = (_parts(tensor, heads.axis, _PART_ENTRIES // channels) for tensor in both)
+        for part, target in zip(*parts, strict=True):
+            states = part.to(wide, copy=True, memory_format=torch.contiguous_format)
+            before = count * math.prod(part.shape[: heads.axis])
+            target.copy_(_times(states, factors, before).view_as(part))
+    return rotated
+
+
+def _parts(tensor: Tensor, axis: int, size: int) -> Iterable[Tensor]:
+    """All channels, for some indices of the other axis at a time."""
+    return tensor.split(max(size, 1), 1 - axis) if tensor.ndim > 1 else [tensor]
+
+
+def _times(states: Tensor, factors: Sequence[Tensor], before: int) -> Tensor:
+    """Multiply by the Kronecker product of some matrices from the right, one after the other.
+
+    Args:
+        states: contiguous, in effect [before, channels of a head, others]; overwritten.
+        factors: the matrices.
+        before: how many heads' channels are multiplied.
+
+    Returns:
+        As many entries as `states`.
+    """
+    product = torch.empty_like(states)
+    after = states.numel() // before
+    for factor in factors:
+        order = len(factor)
+        after //= order
+        if after == 1:
+            torch.mm(states.view(-1, order), factor, out=product.view(-1, order))
+        else:
+            shape = (before, order, after)
+            torch.matmul(factor.T, states.view(shape), out=product.view(shape))
+        before *= order
+        states, product = product, states
+    return states
 
 
 def take_heads(rows: Tensor, heads: HeadSlices, first_row: int = 0) -> Tensor:
@@ -169,7 +209,7 @@ def _runs(starts: list[int], head_dim: int) -> list[tuple[int, int]]:
 
 def tensor_rotations(
     layout: ModelLayout,
-    rotation: Tensor | None = None,
+    factors: Sequence[Tensor] | None = None,
     *,
     read: TensorReader | None = None,
     dtype: torch.dtype | None = None,
@@ -178,8 +218,9 @@ def tensor_rotations(
 
     Args:
         layout: where V and O live.
-        rotation: R, [head_dim, head_dim]; default `fused_rotation(head_dim)`. Its transpose
-            undoes a fusion, up to the rounding of the stored dtype, but for folded norms.
+        factors: square matrices whose Kronecker product is R; default
+            `fused_rotation_factors(head_dim)`. Their transposes undo a fusion, up to the rounding
+            of the stored dtype, but for folded norms.
         read: from a tensor's name to the original tensor; needed where a norm is folded, and
             asked when a tensor is rotated.
         dtype: of the rotated tensors, rounded to it once; None is each tensor's own.
@@ -187,16 +228,16 @@ def tensor_rotations(
     Returns:
         By tensor name.
     """
-    if rotation is None:
-        rotation = fused_rotation(layout.head_dim, dtype=torch.float64)
+    if factors is None:
+        factors = fused_rotation_factors(layout.head_dim)
     rotations: dict[str, TensorRotation] = {}
     for layer in layout.layers:
         for heads in layer.slices:
-            rotations[heads.tensor] = _Checked(heads, rotation, dtype)
+            rotations[heads.tensor] = _Checked(heads, factors, dtype)
         if layer.norm is not None:
             assert read is not None, "folding a norm takes its weight"
             gain = _Gain(layer.norm, read)
-            rotations[layer.output.tensor] = _Checked(layer.output, rotation, dtype, gain)
+            rotations[layer.output.tensor] = _Checked(layer.output, factors, dtype, gain)
             rotations[layer.norm.tensor] = _Unit(layer.norm, dtype)
     return rotations
 
@@ -230,7 +271,7 @@ class _Unit:
 @dataclass(frozen=True)
 class _Checked:
     heads: HeadSlices
-    rotation: Tensor
+    factors: Sequence[Tensor]
     dtype: torch.dtype | None
     gain: _Gain | None = None
 
@@ -242,19 +283,19 @@ class _Checked:
                 "weights can be rotated",
                 hint=f"fuse the checkpoint before quantizing it, or {ONLINE_HINT}",
             )
-        if not _all_finite(rows):
-            raise CheckpointError(f"{name} holds NaN or infinity")
         scaled = rows
         if self.gain is not None:
             scaled = rows * self.gain.value.to(torch.promote_types(rows.dtype, torch.float32))
         rotated = rotate_heads(
             scaled,
             self.heads,
-            self.rotation,
+            self.factors,
             first_row=first_row,
             dtype=self.dtype or rows.dtype,
         )
         if not _all_finite(rotated):
+            if not _all_finite(rows):
+                raise CheckpointError(f"{name} holds NaN or infinity")
             raise UnsupportedModelError(
                 f"{name} overflows {rotated.dtype} when rotated: its largest magnitude is "
                 f"{rows.abs().max().item():.4g}",

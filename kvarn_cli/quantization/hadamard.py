@@ -65,10 +65,26 @@ def fused_rotation(
     Returns:
         [head_dim, head_dim], orthonormal; its inverse is its transpose.
     """
-    matrix = hadamard_matrix(head_dim, dtype=torch.float64) * bent_signs(
-        head_dim, dtype=torch.float64
-    )
+    matrix = torch.kron(*fused_rotation_factors(head_dim))
     return matrix.to(device=device, dtype=dtype)
+
+
+def fused_rotation_factors(head_dim: int) -> tuple[Tensor, Tensor]:
+    """Two small matrices A and B with `R = A ⊗ B`, for a product at a fraction of R's cost.
+
+    Both H and the bent signs are Kronecker products over pairs of the channel index's bits. With
+    16 columns in B a product with A and B takes 24 operations for an entry of 128 channels, one
+    with R 128.
+
+    Returns:
+        A of signs and B of signs divided by √head_dim, float64.
+    """
+    columns = min(16, 4 ** ((head_dim.bit_length() - 1) // 2))
+    left, right = (
+        hadamard_matrix(order, dtype=torch.float64).sign() * bent_signs(order)
+        for order in (head_dim // columns, columns)
+    )
+    return left, right / head_dim**0.5
 
 
 def rotation_matrix(

@@ -9,7 +9,7 @@ from torch.nn.functional import linear
 from kvarn_cli.errors import CheckpointError, UnsupportedModelError
 from kvarn_cli.model.fusion import put_heads, rotate_heads, take_heads, tensor_rotations
 from kvarn_cli.model.layout import HeadSlices
-from kvarn_cli.quantization.hadamard import fused_rotation
+from kvarn_cli.quantization.hadamard import fused_rotation, fused_rotation_factors
 
 HEAD_DIM, KV_HEADS, HIDDEN = 32, 3, 48
 
@@ -30,7 +30,7 @@ def test_the_cached_v_is_v_times_the_rotation(normal):
     rotation = fused_rotation(HEAD_DIM, dtype=torch.float64)
     plain = linear(hidden_states, weight, bias).unflatten(-1, (KV_HEADS, HEAD_DIM))
     fused_weight, fused_bias = (
-        rotate_heads(it, heads(KV_HEADS), rotation) for it in (weight, bias)
+        rotate_heads(it, heads(KV_HEADS), [rotation]) for it in (weight, bias)
     )
     fused = linear(hidden_states, fused_weight, fused_bias).unflatten(-1, (KV_HEADS, HEAD_DIM))
     for head in range(KV_HEADS):
@@ -41,7 +41,7 @@ def test_o_takes_the_rotation_back(normal):
     weight = normal(HIDDEN, 2 * HEAD_DIM)
     rotation = fused_rotation(HEAD_DIM, dtype=torch.float64)
     attention_output = normal(5, 2, HEAD_DIM)
-    fused_weight = rotate_heads(weight, heads(2, axis=1), rotation)
+    fused_weight = rotate_heads(weight, heads(2, axis=1), [rotation])
     torch.testing.assert_close(
         linear((attention_output @ rotation).flatten(1), fused_weight),
         linear(attention_output.flatten(1), weight),
@@ -55,9 +55,9 @@ def test_rows_in_blocks_equal_the_whole(normal, axis, rows_at_once):
     weight = normal(4 * HEAD_DIM, 4 * HEAD_DIM)
     some = HeadSlices("some.weight", axis, (HEAD_DIM, 3 * HEAD_DIM), HEAD_DIM)
     rotation = fused_rotation(HEAD_DIM, dtype=torch.float64)
-    whole = rotate_heads(weight, some, rotation)
+    whole = rotate_heads(weight, some, [rotation])
     blocks = [
-        rotate_heads(rows, some, rotation, first_row=index * rows_at_once)
+        rotate_heads(rows, some, [rotation], first_row=index * rows_at_once)
         for index, rows in enumerate(weight.split(rows_at_once))
     ]
     assert torch.equal(torch.cat(blocks), whole)
@@ -65,6 +65,23 @@ def test_rows_in_blocks_equal_the_whole(normal, axis, rows_at_once):
     for head in range(4):
         unchanged = torch.equal(by_head.select(axis, head), originals.select(axis, head))
         assert unchanged is (head in (0, 2))
+
+
+@pytest.mark.parametrize("head_dim", [4, 64, 128, 256])
+@pytest.mark.parametrize("shape", ["value", "bias", "output"])
+def test_factors_make_what_their_product_makes(normal, head_dim, shape):
+    """Also of more entries than are widened at once, and of heads that do not lie side by side."""
+    channels = 5 * head_dim
+    weight = {
+        "value": lambda: normal(channels, 700),
+        "bias": lambda: normal(channels),
+        "output": lambda: normal(700, channels),
+    }[shape]()
+    starts = (0, head_dim, 3 * head_dim)
+    some = HeadSlices("some.weight", int(shape == "output"), starts, head_dim)
+    factors = fused_rotation_factors(head_dim)
+    expected = rotate_heads(weight, some, [torch.kron(*factors)])
+    torch.testing.assert_close(rotate_heads(weight, some, factors), expected)
 
 
 @pytest.mark.parametrize("axis", [0, 1])
@@ -92,7 +109,7 @@ def test_logits_agree_and_the_transpose_undoes_the_fusion(model, tokens):
     torch.testing.assert_close(after, before, atol=1e-4, rtol=0)
 
     rotation = fused_rotation(layout.head_dim)
-    for name, restored in tensor_rotations(layout, rotation.T).items():
+    for name, restored in tensor_rotations(layout, [rotation.T]).items():
         torch.testing.assert_close(restored(weights[name]), original[name], atol=1e-6, rtol=0)
 
 

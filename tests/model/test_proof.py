@@ -82,7 +82,7 @@ def without(part):
 
 
 def value_takes_the_transpose(layout, _):
-    wrong = tensor_rotations(layout, fused_rotation(layout.head_dim).T)
+    wrong = tensor_rotations(layout, [fused_rotation(layout.head_dim).T])
     return tensor_rotations(layout) | {
         name: turn for name, turn in wrong.items() if "v_proj" in name
     }

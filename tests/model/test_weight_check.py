@@ -55,7 +55,8 @@ class Checkpoint:
         yield from self.tensor(name).split([step, len(self.tensors[name]) - step])
 
     def fused(self, rotation=None):
-        rotations = tensor_rotations(self.layout, rotation)
+        factors = None if rotation is None else [rotation]
+        rotations = tensor_rotations(self.layout, factors)
         return {name: rotated(self.tensor(name)) for name, rotated in rotations.items()}
 
 

@@ -6,6 +6,7 @@ from kvarn_cli.errors import SettingsError
 from kvarn_cli.quantization.hadamard import (
     bent_signs,
     fused_rotation,
+    fused_rotation_factors,
     hadamard_matrix,
     rotate,
     rotation_matrix,
@@ -31,6 +32,16 @@ def test_rotations_are_orthonormal(order):
     for matrix in (hadamard_matrix, fused_rotation):
         built = matrix(order, dtype=torch.float64)
         assert torch.allclose(built @ built.T, identity, atol=1e-14)
+
+
+@pytest.mark.parametrize("order", [1, 2, 4, 8, *HEAD_DIMS, 1024])
+def test_the_fused_rotation_is_h_with_bent_signs_and_has_small_factors(order):
+    signs = bent_signs(order, dtype=torch.float64)
+    expected = hadamard_matrix(order, dtype=torch.float64) * signs
+    assert torch.equal(fused_rotation(order, dtype=torch.float64), expected)
+    left, right = fused_rotation_factors(order)
+    assert set(left.flatten().tolist()) <= {1.0, -1.0}
+    assert max(len(left), len(right)) <= max(16, order // 16)
 
 
 @pytest.mark.parametrize("order", HEAD_DIMS)
