@@ -19,7 +19,7 @@ _ALIGNMENT = 4096
 class NewFile:
     """Fills an empty file. It is complete when the context ends without an error.
 
-    While the caller fills one buffer, a thread hashes and writes the other. Where the file system
+    While the caller fills one buffer, a thread writes the other. Where the file system
     allows it the bytes go past the page cache (`O_DIRECT`): that saves the system half of its
     work, leaves the fsync nothing to wait for, and does not push out of memory what the user's
     other programs need.
@@ -105,8 +105,9 @@ class NewFile:
             self._flush()
 
     def _flush(self) -> None:
-        self._wait()
         full = self._buffer[: self._filled]
+        self._digest.update(full)
+        self._wait()
         self._pending = self._thread.submit(self._put, full, self._changed, self._position)
         self._position += self._filled
         self._filled, self._changed = 0, []
@@ -117,7 +118,6 @@ class NewFile:
             self._pending.result()
 
     def _put(self, data: memoryview, changed: list[slice], position: int) -> None:
-        self._digest.update(data)
         for part in changed:
             self._write(data[part], position + part.start)
 

@@ -4,10 +4,14 @@ Never more than a few blocks are in memory, whatever the size of a tensor.
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+import mmap
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import cycle
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Self
 
 import xxhash
 
@@ -28,7 +32,11 @@ Small on purpose: larger temporaries are mapped and zeroed by the system each ti
 longer than the rotation itself.
 """
 
-ChangeRows = Callable[[bytearray, TensorInfo], bytes | bytearray | memoryview]
+_AHEAD_BYTES = 16 << 20
+
+Buffer = bytes | bytearray | memoryview
+
+ChangeRows = Callable[[bytearray, TensorInfo], Buffer]
 """From the bytes of some rows, and a description of them, to new bytes of the same shape."""
 
 
@@ -129,9 +137,29 @@ def write_shard(
         ValueError: a patch made more or fewer bytes than planned.
         OSError: reading or writing failed.
     """
-    whole, hashes = xxhash.xxh3_128(), {}
+    whole = xxhash.xxh3_128()
+    blocks = {
+        name: list(_blocks(info, rows_at_once(info, patches[name].row_step)))
+        for name, info in plan.tensors.items()
+        if name in patches
+    }
+    hashes = {name: hashlib.sha256() for name in blocks if patches[name].recorded}
+
+    def new_bytes(name: str, block: TensorInfo) -> int:
+        return block.size_bytes * DTYPE_BITS[patches[name].dtype or block.dtype] // DTYPE_BITS[block.dtype]
+
+    def change(name: str, block: TensorInfo) -> Buffer:
+        patch = patches[name]
+        data = patch.change(read_at(source, block.start, block.end), block)
+        if memoryview(data).nbytes != new_bytes(name, block):
+            raise ValueError(f"the patch changes the size of tensor {name}")
+        if patch.recorded:
+            hashes[name].update(data)
+        return data
+
+    most = max((new_bytes(name, block) for name in blocks for block in blocks[name]), default=1)
     shared = plan.header is None and clone(source, target)
-    with NewFile(target, whole, shared=shared) as file:
+    with NewFile(target, whole, shared=shared) as file, _Ahead(change, blocks, most) as changed:
         if plan.header is not None:
             file.write(plan.header)
             advance(plan.source.data_start)
@@ -139,19 +167,62 @@ def write_shard(
             if name is None:
                 file.copy(source, start, end, advance)
                 continue
-            info, patch, tensor = plan.source.tensors[name], patches[name], hashlib.sha256()
-            for block in _blocks(info, rows_at_once(info, patch.row_step)):
-                data = patch.change(read_at(source, block.start, block.end), block)
-                expected = block.size_bytes * DTYPE_BITS[patch.dtype or info.dtype]
-                if memoryview(data).nbytes * DTYPE_BITS[info.dtype] != expected:
-                    raise ValueError(f"the patch changes the size of tensor {name}")
-                file.write(data)
-                if patch.recorded:
-                    tensor.update(data)
+            for block in blocks[name]:
+                file.write(changed.next())
                 advance(block.size_bytes)
-            if patch.recorded:
-                hashes[name] = tensor.hexdigest()
-    return WrittenShard(FileRecord(size_bytes=file.size_bytes, xxh3_128=whole.hexdigest()), hashes)
+    return WrittenShard(
+        FileRecord(size_bytes=file.size_bytes, xxh3_128=whole.hexdigest()),
+        {name: tensor.hexdigest() for name, tensor in hashes.items()},
+    )
+
+
+class _Ahead:
+    """Changes blocks in a thread, one after the other, some MB before they are written.
+
+    So the disk has work while they are changed, and the changing goes on while the disk is busy
+    with what is only copied.
+
+    Args:
+        change: gives the new bytes of a block of the named tensor.
+        blocks: of each tensor, in the order in which they will be wanted.
+        most_bytes: of the new bytes of a block.
+    """
+
+    def __init__(
+        self,
+        change: Callable[[str, TensorInfo], Buffer],
+        blocks: Mapping[str, Sequence[TensorInfo]],
+        most_bytes: int,
+    ) -> None:
+        self._change = change
+        self._upcoming = ((name, block) for name in blocks for block in blocks[name])
+        count = max(_AHEAD_BYTES // most_bytes, 2)
+        self._slots = cycle(memoryview(mmap.mmap(-1, most_bytes)) for _ in range(count))
+        self._count = count
+        self._thread = ThreadPoolExecutor(1)
+        self._pending: deque[Future[memoryview]] = deque()
+        self._fill()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._thread.shutdown(cancel_futures=True)
+
+    def next(self) -> memoryview:
+        """The next block's new bytes. They are overwritten at the next call."""
+        self._fill()
+        return self._pending.popleft().result()
+
+    def _fill(self) -> None:
+        while len(self._pending) < self._count and (upcoming := next(self._upcoming, None)):
+            job = self._thread.submit(self._put, next(self._slots), *upcoming)
+            self._pending.append(job)
+
+    def _put(self, slot: memoryview, name: str, block: TensorInfo) -> memoryview:
+        data = memoryview(self._change(name, block)).cast("B")
+        slot[: data.nbytes] = data
+        return slot[: data.nbytes]
 
 
 def rows_at_once(info: TensorInfo, row_step: int = 1) -> int:
