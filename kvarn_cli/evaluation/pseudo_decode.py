@@ -115,14 +115,15 @@ def record_exact(
         covered: see `pseudo_decode`; of the static regime.
 
     Raises:
-        UnsupportedModelError: the model does not use transformers' attention interface, or does
-            not show the latent that it caches.
+        UnsupportedModelError: a covered layer does not use transformers' attention interface, or
+            does not show the latent that it caches.
     """
-    full_attention = covered_layers(model.config)
+    if covered is None:
+        covered = covered_layers(model.config)
     latent = rope_key_dim(model.config) is not None
     taps = [
         QuantizedAttention(
-            full_attention if covered is None else covered,
+            covered,
             method,
             step_tokens=step_tokens,
             fused_rotation=fused_rotation,
@@ -147,7 +148,7 @@ def record_exact(
                 "and a pseudo-decode knows one cache for each layer",
                 hint="its cache errors cannot be measured with this release",
             )
-        if latent and call.layer in full_attention and call.latent is None:
+        if latent and call.layer in covered and call.latent is None:
             raise UnsupportedModelError(
                 f"{type(call.module).__name__} does not show the latent that it caches: it has no "
                 "method expand_kv",
@@ -165,7 +166,7 @@ def record_exact(
     started = time.perf_counter()
     logits = _logits(model, tokens, tap)
     elapsed_seconds = time.perf_counter() - started - static_seconds
-    _check_seen(model, full_attention, attention)
+    _check_seen(model, covered, attention)
     return ExactRun(tokens, logits, attention, keys, static, elapsed_seconds)
 
 
