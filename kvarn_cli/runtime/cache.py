@@ -137,7 +137,7 @@ class KVarNCache(Cache):
         super().crop(tokens_to_remove)
 
     def saturated_scales(self) -> dict[int, int]:
-        """Stored scales that had to be clamped, by layer, where there are any."""
+        """Numbers that had to be clamped, by layer, where there are any; see `KVarNLayer`."""
         return {
             index: layer.saturated_scales
             for index, layer in enumerate(self.layers)

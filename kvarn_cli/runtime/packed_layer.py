@@ -66,7 +66,7 @@ class KVarNLayer(DynamicLayer):  # type: ignore[no-untyped-call, unused-ignore]
     [batch, kv_heads, tiles, record_bytes]. An MLA layer has one KV head, whose `keys` are latents
     and whose `values` are RoPE keys.
 
-    `saturated_scales` counts stored scales that had to be clamped.
+    `saturated_scales` counts stored scales, and RoPE keys, that had to be clamped.
 
     After `activate_past_recording` packing waits for the `crop` that ends each step, so that
     rejected draft tokens never enter a tile.
