@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvarn_cli.errors import UnsupportedModelError
-from kvarn_cli.evaluation.attention import AttentionCall, Tap, attention_tap
+from kvarn_cli.evaluation.attention import NOT_MEASURED_HINT, AttentionCall, Tap, attention_tap
 from kvarn_cli.evaluation.logit_errors import LogitErrors, compare_logits
 from kvarn_cli.evaluation.quantized_attention import (
     QuantizedAttention,
@@ -146,13 +146,13 @@ def record_exact(
             raise UnsupportedModelError(
                 f"layer {call.layer} of {type(model).__name__} attends several times in one pass, "
                 "and a pseudo-decode knows one cache for each layer",
-                hint="its cache errors cannot be measured with this release",
+                hint=NOT_MEASURED_HINT,
             )
         if latent and call.layer in covered and call.latent is None:
             raise UnsupportedModelError(
                 f"{type(call.module).__name__} does not show the latent that it caches: it has no "
                 "method expand_kv",
-                hint="its cache errors cannot be measured with this release",
+                hint=NOT_MEASURED_HINT,
             )
         exact = _in_plain_basis(call, output, fused_rotation)[0]
         attention[call.layer], keys[call.layer] = exact, call.key[0]
@@ -201,7 +201,8 @@ def pseudo_decode(
     if not covered:
         raise UnsupportedModelError(
             f"no layer of {model.config.model_type} attends to the full sequence, so none has a "
-            "cache worth packing"
+            "cache worth packing",
+            hint="inspect-errors --sliding measures layers with a window",
         )
     quantized = QuantizedAttention(
         covered,
@@ -297,5 +298,5 @@ def _check_seen(model: PreTrainedModel, covered: Collection[int], seen: Collecti
         raise UnsupportedModelError(
             f"layer {missing[0]} of {type(model).__name__} did not call the attention function "
             "that transformers' attention interface gave it",
-            hint="its cache errors cannot be measured with this release",
+            hint=NOT_MEASURED_HINT,
         )

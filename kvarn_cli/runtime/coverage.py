@@ -89,7 +89,9 @@ def check_widths(
     if key_width != value_width and not latent:
         raise UnsupportedModelError(
             f"layer {layer} of {architecture} caches keys {key_width} and values {value_width} "
-            "wide; a KVarN record holds both in one width"
+            "wide; a KVarN record holds both in one width",
+            hint="no preset and no rotation changes that; take a model with keys and values of one "
+            "width, or with a latent cache (MLA)",
         )
     if key_width not in HEAD_DIMS:
         what, rotated = ("kv_lora_rank", "the latent") if latent else ("head_dim", "K")
@@ -144,7 +146,8 @@ def _text_config(config: PreTrainedConfig) -> PreTrainedConfig:
     text_config: Any = config.get_text_config(decoder=True)
     if not isinstance(text_config, PreTrainedConfig):
         raise UnsupportedModelError(
-            f"{architecture_of(config)} nests something that is no model's configuration"
+            f"{architecture_of(config)} nests something that is no model's configuration",
+            hint="a value in config.json may be wrong, such as text_config or decoder",
         )
     return text_config
 
@@ -156,13 +159,16 @@ def _layer_kinds(config: PreTrainedConfig) -> list[type]:
     if not isinstance(num_layers, int) or num_layers < 1:
         raise UnsupportedModelError(
             f"{architecture} has num_hidden_layers {num_layers!r} in its configuration; "
-            "a positive number is needed"
+            "a positive number is needed",
+            hint="config.json may be of another kind of model, or its text_config may lack it",
         )
     try:
         kinds: list[type] = [type(layer) for layer in DynamicCache(config=text_config).layers]
     except KeyError as error:
         raise UnsupportedModelError(
-            f"{architecture} has layers of type {error}, whose cache is not known"
+            f"{architecture} has layers of type {error}, whose cache is not known",
+            hint="a value in layer_types of config.json may be wrong, or a newer release of "
+            "transformers may know it",
         ) from error
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:
         raise UnsupportedModelError(
