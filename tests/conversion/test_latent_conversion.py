@@ -223,7 +223,12 @@ def test_the_plan_is_told_in_bytes_of_latents(deepseek):
 
 @pytest.mark.parametrize(
     ("preset", "latent_dim", "taking"),
-    [("mla_k4_g128", 512, 3), ("mla_k2_g64", 512, 2), ("mla_k4_g128", 256, 1)],
+    [
+        ("mla_k4_g128", 512, 3),
+        ("mla_k2_g64", 512, 2),
+        ("mla_k4_g128", 256, 2),
+        ("mla_k4_g32", 512, 1),
+    ],
 )
 def test_engines_are_told_to_quantize_the_latent(preset, latent_dim, taking):
     settings = KVarNSettings.from_name(preset)
