@@ -16,7 +16,7 @@ from transformers import (
     TextStreamer,
 )
 
-from kvarn_cli.checkpoint.checkpoint import loadable_folder, open_checkpoint
+from kvarn_cli.checkpoint.checkpoint import open_checkpoint
 from kvarn_cli.checkpoint.source import fetch_weights, resolve_source
 from kvarn_cli.errors import CheckpointError, UsageError
 from kvarn_cli.metadata import KVarNConfig
@@ -142,10 +142,12 @@ def generate_text(
     tokenizer = load_tokenizer(source.folder, trust_remote_code=trust_remote_code)
     tokens = _prompt_tokens(tokenizer, prompt, chat_template).to(torch_device)
     fetch_weights(source, token=token, cache_dir=cache_dir)
-    with loadable_folder(open_checkpoint(source.folder)) as folder:
-        model = load_model(
-            folder, dtype=torch_dtype, device=torch_device, trust_remote_code=trust_remote_code
-        )
+    model = load_model(
+        open_checkpoint(source.folder).folder,
+        dtype=torch_dtype,
+        device=torch_device,
+        trust_remote_code=trust_remote_code,
+    )
     check_token_ids(model, tokens)
     cache = KVarNCache.from_model(model, settings)
     if seed is not None:
