@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,11 @@ from transformers import (
     TextStreamer,
 )
 
-from kvarn_cli.checkpoint.checkpoint import loadable_folder, open_checkpoint
+from kvarn_cli.checkpoint.checkpoint import open_checkpoint
 from kvarn_cli.checkpoint.source import fetch_weights, resolve_source
 from kvarn_cli.errors import CheckpointError, UsageError
+from kvarn_cli.metadata import KVarNConfig
+from kvarn_cli.model.cache_trace import build_without_weights, trace_cache
 from kvarn_cli.model.loading import (
     check_token_ids,
     load_config,
@@ -27,8 +30,14 @@ from kvarn_cli.model.loading import (
     parse_dtype,
     quiet_transformers,
 )
-from kvarn_cli.model.shrunken import MODEL_CODE_ERRORS
+from kvarn_cli.model.shrunken import MODEL_CODE_ERRORS, NoInstanceError
 from kvarn_cli.runtime.cache import KVarNCache
+from kvarn_cli.runtime.coverage import (
+    architecture_of,
+    check_fit,
+    check_widths,
+    covered_layers,
+)
 from kvarn_cli.runtime.description import described_cache
 from kvarn_cli.settings import DEFAULT_PRESET, Encoder, KVarNSettings
 
@@ -125,14 +134,20 @@ def generate_text(
         model_name, revision=revision, token=token, cache_dir=cache_dir, weights=False
     )
     config = load_config(source.folder, trust_remote_code=trust_remote_code)
-    settings = _settings(config, source.name, named, encoder)
+    block = described_cache(config)
+    settings = _settings(block, source.name, named, encoder)
+    check_fit(config, settings)
+    if block is None:
+        _check_widths(config, latent=settings.latent, trust_remote_code=trust_remote_code)
     tokenizer = load_tokenizer(source.folder, trust_remote_code=trust_remote_code)
     tokens = _prompt_tokens(tokenizer, prompt, chat_template).to(torch_device)
     fetch_weights(source, token=token, cache_dir=cache_dir)
-    with loadable_folder(open_checkpoint(source.folder)) as folder:
-        model = load_model(
-            folder, dtype=torch_dtype, device=torch_device, trust_remote_code=trust_remote_code
-        )
+    model = load_model(
+        open_checkpoint(source.folder).folder,
+        dtype=torch_dtype,
+        device=torch_device,
+        trust_remote_code=trust_remote_code,
+    )
     check_token_ids(model, tokens)
     cache = KVarNCache.from_model(model, settings)
     if seed is not None:
@@ -166,10 +181,9 @@ def generate_text(
 
 
 def _settings(
-    config: PreTrainedConfig, name: str, named: KVarNSettings | None, encoder: Encoder | None
+    block: KVarNConfig | None, name: str, named: KVarNSettings | None, encoder: Encoder | None
 ) -> KVarNSettings:
     """Named settings, else those of the conversion; likewise the encoder."""
-    block = described_cache(config)
     described = None if block is None else block.cache.settings
     settings = named or described
     if settings is None:
@@ -180,6 +194,18 @@ def _settings(
     if encoder is None and described is not None:
         encoder = described.encoder
     return settings if encoder is None else settings.with_(encoder=encoder)
+
+
+def _check_widths(config: PreTrainedConfig, *, latent: bool, trust_remote_code: bool) -> None:
+    """Refuse before the weights are fetched what the cache would refuse at the first token.
+
+    A class that does not run without its weights is left to the cache.
+    """
+    with suppress(NoInstanceError):
+        traced = trace_cache(build_without_weights(config, trust_remote_code=trust_remote_code))
+        for index in sorted(traced.keys() & set(covered_layers(config))):
+            widths = traced[index].key_width, traced[index].value_width
+            check_widths(architecture_of(config), index, *widths, latent=latent)
 
 
 def _generation_config(

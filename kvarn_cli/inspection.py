@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from kvarn_cli import __version__
-from kvarn_cli.checkpoint.checkpoint import loadable_folder, open_checkpoint
+from kvarn_cli.checkpoint.checkpoint import open_checkpoint
 from kvarn_cli.checkpoint.source import fetch_weights, resolve_source
 from kvarn_cli.errors import CheckpointError, UsageError
 from kvarn_cli.evaluation.calibration import CalibrationText
@@ -149,8 +149,8 @@ def inspect_model(
         lookup = lookup_task(config, tokenizer, extras.retrieval_lines, text.seed)
     fetch_weights(source, token=token, cache_dir=cache_dir)
     report("loading the model", 0, 1)
-    with loadable_folder(open_checkpoint(source.folder)) as folder:
-        model = load_model(folder, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+    folder = open_checkpoint(source.folder).folder
+    model = load_model(folder, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
     report("loading the model", 1, 1)
     check_token_ids(model, windows)
     rotation = _matrix(block.rotations.value) if block and fused else None

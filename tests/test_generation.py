@@ -1,3 +1,4 @@
+import json
 import shutil
 
 import pytest
@@ -5,7 +6,7 @@ import torch
 from conversions import convert
 from tiny_models import build_tiny_checkpoint
 
-from kvarn_cli.errors import CheckpointError, SettingsError, UsageError
+from kvarn_cli.errors import CheckpointError, SettingsError, UnsupportedModelError, UsageError
 from kvarn_cli.generation import generate_text
 from kvarn_cli.model.loading import load_model, load_tokenizer
 from kvarn_cli.runtime.cache import KVarNCache
@@ -67,6 +68,24 @@ def test_an_original_model_needs_a_preset_and_says_so_before_its_weights_are_rea
         generate(tmp_path)
     assert "--preset k4v2_g128" in raised.value.hint
     assert generate(llama, preset="k4v2_g64").cache_dtype == "kvarn_k4v2_g64"
+
+
+@pytest.mark.parametrize(
+    ("preset", "changes", "kind", "named"),
+    [
+        ("mla_k4_g128", {}, UsageError, "which caches K and V, no latent"),
+        ("k4v2_g128", {"head_dim": 48}, UnsupportedModelError, "head_dim is 48 in layer 0"),
+    ],
+)
+def test_a_cache_that_cannot_be_packed_is_refused_before_the_weights_are_read(
+    llama, tmp_path, preset, changes, kind, named
+):
+    for file in llama.glob("*.json"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = json.loads((llama / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(kind, match=named):
+        generate(tmp_path, preset=preset)
 
 
 def test_a_preset_goes_before_that_of_the_conversion(converted):
@@ -143,10 +162,9 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path):
         generate(model, preset="k2v2_g32")
 
 
-def test_weights_that_the_index_does_not_name_are_not_loaded(tmp_path):
+def test_weights_beside_an_index_that_does_not_name_them_are_refused(llama, tmp_path):
     sharded = build_tiny_checkpoint(tmp_path / "model", "llama", sharded=True)
-    expected = generate(sharded, preset="k2v2_g32").text
-    other = build_tiny_checkpoint(tmp_path / "other", "llama", seed=1)
-    assert generate(other, preset="k2v2_g32").text != expected
-    shutil.copy(other / "model.safetensors", sharded)
-    assert generate(sharded, preset="k2v2_g32").text == expected
+    shutil.copy(llama / "model.safetensors", sharded)
+    with pytest.raises(CheckpointError, match="which transformers would load") as caught:
+        generate(sharded, preset="k2v2_g32")
+    assert "out of date" in caught.value.hint

@@ -1,9 +1,7 @@
 """A transformers checkpoint on disk, opened from its small files and headers alone."""
 
 import hashlib
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -112,26 +110,6 @@ def open_checkpoint(folder: Path, remote: ReadHeaders | None = None) -> Checkpoi
         index_sha256 = hashlib.sha256((folder / INDEX_NAME).read_bytes()).hexdigest()
     sidecars, left_out = find_sidecars(folder, names)
     return Checkpoint(folder, config, shards, weight_map, index_sha256, sidecars, left_out)
-
-
-@contextmanager
-def loadable_folder(checkpoint: Checkpoint) -> Iterator[Path]:
-    """A folder from which a loader takes the checkpoint's own weights.
-
-    Loaders prefer a `model.safetensors` to an index. Where one lies beside the shards that the
-    index names, this is a temporary folder of links without it, and else the checkpoint's own.
-    """
-    if SINGLE_FILE_NAME in checkpoint.shards or not any(
-        str(left_out.path) == SINGLE_FILE_NAME for left_out in checkpoint.left_out
-    ):
-        yield checkpoint.folder
-        return
-    with tempfile.TemporaryDirectory(prefix="kvarn-") as temporary:
-        for name in (*checkpoint.shards, *map(str, checkpoint.sidecars)):
-            link = Path(temporary, name)
-            link.parent.mkdir(parents=True, exist_ok=True)
-            link.symlink_to((checkpoint.folder / name).resolve())
-        yield Path(temporary)
 
 
 def _require_shards(folder: Path, names: list[str], *, indexed: bool) -> None:

@@ -15,7 +15,8 @@ def read_weight_map(folder: Path) -> dict[str, str] | None:
     Every file name is a plain name, so that it cannot lead out of the folder.
 
     Raises:
-        CheckpointError: the index is broken or names anything else than a file beside it.
+        CheckpointError: the index is broken, names anything else than a file beside it, or lies
+            beside a single file of weights that it does not name.
     """
     path = folder / INDEX_NAME
     if not path.exists():
@@ -30,6 +31,13 @@ def read_weight_map(folder: Path) -> dict[str, str] | None:
                 f"{path} places tensor {quoted(tensor)} in {said}; "
                 "it must name a .safetensors file beside it"
             )
+    if SINGLE_FILE_NAME not in weight_map.values() and (folder / SINGLE_FILE_NAME).exists():
+        raise CheckpointError(
+            f"{path} names other files than the {SINGLE_FILE_NAME} beside it, which transformers "
+            "would load in their place",
+            hint=f"one of the two is out of date: move away {SINGLE_FILE_NAME}, or the index with "
+            "the files that it names",
+        )
     return weight_map
 
 

@@ -32,7 +32,8 @@ def inspect_errors(
             help="NAME[:PRESET][,key=value...] with NAME exact, kvarn, ablation, quarot, kivi, "
             "kvquant, turboquant, fp8, q8_0 or q4_0; repeatable. "
             "E.g. kvarn:k2v2_g128,iterations=16. Default: kvarn at the model's preset, kvarn, "
-            "quarot and kivi at two bits, q4_0 and fp8.",
+            "quarot and kivi at two bits, q4_0 and fp8; with a latent cache (MLA) those without "
+            "q4_0 and fp8.",
             show_default=False,
         ),
     ] = None,

@@ -10,6 +10,7 @@ from kvarn_cli.settings import KVarNSettings
 
 _WIDE = (128, 256, 512)
 _LATENT = 512
+_LAB_FORKS = "vLLM forks of local-inference-lab and JMPSequeira"
 
 
 @dataclass(frozen=True)
@@ -41,10 +42,8 @@ def backend_commands(
         return _latent_commands(settings, head_dim, folder)
     key, value, group = settings.key_bits, settings.value_bits, settings.group_size
     bits = (key, value)
-    vllm = (
-        f"vllm serve {folder} --kv-cache-dtype {settings.cache_dtype} --block-size {group} "
-        "--dtype float16"
-    )
+    serve = f"vllm serve {folder} --kv-cache-dtype {settings.cache_dtype}"
+    vllm = f"{serve} --block-size {group} --dtype float16"
     return (
         BackendCommand("kvarn", f'kvarn generate {folder} "…"', "this tool's own packed cache"),
         _if(
@@ -65,6 +64,15 @@ def backend_commands(
                 "takes k2v2, k4v2 and k4v4": bits in ((2, 2), (4, 2), (4, 4)),
                 "takes groups of 64 and 128": group in (64, 128),
                 "takes head_dim 128, 256, 512": head_dim in _WIDE,
+            },
+        ),
+        _if(
+            _LAB_FORKS,
+            serve,
+            "the newest 1,024 tokens stay exact; which head_dim they take was not read",
+            {
+                "take k4v2 and k4v4": bits in ((4, 2), (4, 4)),
+                "take groups of 64 and 128": group in (64, 128),
             },
         ),
         _if(
@@ -102,7 +110,6 @@ def _latent_commands(
 ) -> tuple[BackendCommand, ...]:
     """The same for models that cache a latent."""
     command = f"vllm serve {folder} --kv-cache-dtype {settings.cache_dtype}"
-    width = {"takes latents of 512 channels": latent_dim == _LATENT}
     return (
         BackendCommand("kvarn", f'kvarn generate {folder} "…"', "this tool's own packed cache"),
         _if(
@@ -112,14 +119,15 @@ def _latent_commands(
             {
                 "takes mla_k4": settings.key_bits == 4,
                 "takes groups of 128": settings.group_size == 128,
-            }
-            | width,
+                "takes latents of 512 channels": latent_dim == _LATENT,
+            },
         ),
         _if(
-            "vLLM forks of local-inference-lab and JMPSequeira",
-            f"{command} --dtype bfloat16",
-            "listed by their backend for sparse attention",
-            {"takes groups of 64 and 128": settings.group_size in (64, 128)} | width,
+            _LAB_FORKS,
+            command,
+            "listed by their backend for sparse attention; the newest 1,024 tokens stay exact; "
+            "which latents they take was not read",
+            {"take groups of 64 and 128": settings.group_size in (64, 128)},
         ),
     )
 

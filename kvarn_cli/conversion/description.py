@@ -9,7 +9,7 @@ from kvarn_cli.metadata import (
     BaseModelReference,
     CacheFormat,
     Calibration,
-    FoldedNorm,
+    FoldedNormRecord,
     KVarNConfig,
     Layers,
     LeftOutLayer,
@@ -93,7 +93,7 @@ def _fused_rotation(layout: ModelLayout) -> Rotation:
             for heads in (*value, *output)
         },
         folded_norms={
-            layer.norm.tensor: FoldedNorm(into=layer.output.tensor, unit=layer.norm.unit)
+            layer.norm.tensor: FoldedNormRecord(into=layer.output.tensor, unit=layer.norm.unit)
             for layer in layout.layers
             if layer.norm is not None
         },

@@ -20,17 +20,19 @@ from kvarn_cli.conversion.fusing import (
     prove_unquantized,
     unless_refused,
 )
+from kvarn_cli.conversion.refusals import (
+    refuse_adapter,
+    refuse_converted,
+    refuse_layout,
+    refuse_unmeasurable,
+)
 from kvarn_cli.errors import UnsupportedModelError, UsageError
 from kvarn_cli.evaluation.calibration import CalibrationText
-from kvarn_cli.evaluation.rehearsal import rehearse
-from kvarn_cli.metadata import KVarNConfig, Thresholds
+from kvarn_cli.metadata import Thresholds
 from kvarn_cli.model.cache_layout import CacheLayout, find_cache_layout
 from kvarn_cli.model.cache_trace import TracedLayer, build_without_weights, trace_cache
 from kvarn_cli.model.latent_layout import latent_readers
-from kvarn_cli.model.layout import (
-    FUSIBLE_DTYPES,
-    ModelLayout,
-)
+from kvarn_cli.model.layout import FUSIBLE_DTYPES, ModelLayout
 from kvarn_cli.model.loading import load_config, load_tokenizer
 from kvarn_cli.model.parameter_names import checkpoint_modules
 from kvarn_cli.model.projections import output_projections
@@ -40,7 +42,6 @@ from kvarn_cli.settings import KVarNSettings
 from kvarn_cli.tensor_bytes import read_rows, to_tensor
 
 Note = Callable[[str], None]
-_ADAPTER_NAME = "adapter_config.json"
 _OUTPUT_DTYPES = {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}
 
 
@@ -198,12 +199,7 @@ def plan_conversion(
         HubError: the download failed.
     """
     output_dtype = _output_dtype(dtype)
-    if settings.layout != KVarNSettings.layout:
-        raise UsageError(
-            f"no public engine stores records in the layout {settings.layout}",
-            hint=f"convert with {KVarNSettings.layout}; KVarNCache and inspect-errors take "
-            f"{settings.layout} without a conversion",
-        )
+    refuse_layout(settings)
     if validation is not None:
         validation.text.check_length(settings)
     source = resolve_source(
@@ -212,8 +208,8 @@ def plan_conversion(
     if output is not None:
         check_before_work(source.folder, output, overwrite=overwrite)
     config = load_config(source.folder, trust_remote_code=trust_remote_code)
-    _refuse_converted(config.to_dict(), source)
-    _refuse_adapter(source)
+    refuse_converted(config.to_dict(), source)
+    refuse_adapter(source)
     model_class = build_without_weights(config, trust_remote_code=trust_remote_code)
     traced = trace_cache(model_class)
     cache = find_cache_layout(config, traced)
@@ -236,7 +232,7 @@ def plan_conversion(
             ),
         )
     if validation is not None:
-        _rehearse_validation(config, trust_remote_code=trust_remote_code)
+        refuse_unmeasurable(config, trust_remote_code=trust_remote_code)
     remote = None
     if headers_only and source.from_hub:
         remote = RemoteHeaders(source.name, source.revision, token)
@@ -284,34 +280,6 @@ def _output_dtype(name: str | None) -> str | None:
     if name not in _OUTPUT_DTYPES:
         raise UsageError(f"dtype {name!r} is none of {', '.join(_OUTPUT_DTYPES)}")
     return _OUTPUT_DTYPES[name]
-
-
-def _refuse_converted(config: dict[str, object], source: Source) -> None:
-    block = KVarNConfig.from_config_dict(config)
-    if block is not None:
-        raise UnsupportedModelError(
-            f"{source.name} was converted already, to {block.cache.dtype} with {block.rotated}'s "
-            f"rotation {block.rotations.value.where}; converting it twice would rotate twice",
-            hint=f"convert the original again: {block.base_model.name}",
-        )
-
-
-def _refuse_adapter(source: Source) -> None:
-    if (source.folder / _ADAPTER_NAME).is_file():
-        raise UnsupportedModelError(
-            f"{source.name} holds {_ADAPTER_NAME}: an adapter, loaded on top of the weights",
-            hint="merge it first (peft: merge_and_unload), or remove its files",
-        )
-
-
-def _rehearse_validation(config: PreTrainedConfig, *, trust_remote_code: bool) -> None:
-    try:
-        rehearse(config, trust_remote_code=trust_remote_code)
-    except UnsupportedModelError as error:
-        raise UnsupportedModelError(
-            f"the conversion cannot be validated: {error}",
-            hint="convert without validation: --no-validate",
-        ) from error
 
 
 def _attention_modules(

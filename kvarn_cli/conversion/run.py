@@ -6,7 +6,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from kvarn_cli import __version__
-from kvarn_cli.checkpoint.checkpoint import loadable_folder
 from kvarn_cli.checkpoint.writer import CheckpointWriter
 from kvarn_cli.conversion.description import describe
 from kvarn_cli.conversion.output import write_output
@@ -165,13 +164,12 @@ def _validate(
     if validation is None or plan.windows is None:
         return None
     report("loading the model", 0, 1)
-    with loadable_folder(plan.checkpoint) as folder:
-        model = load_model(
-            folder,
-            dtype=validation.dtype,
-            device=validation.device,
-            trust_remote_code=plan.trust_remote_code,
-        )
+    model = load_model(
+        plan.checkpoint.folder,
+        dtype=validation.dtype,
+        device=validation.device,
+        trust_remote_code=plan.trust_remote_code,
+    )
     report("loading the model", 1, 1)
     check_token_ids(model, plan.windows)
     fused_weights = {

@@ -25,6 +25,9 @@ from kvarn_cli.errors import UnsupportedModelError
 from kvarn_cli.evaluation.explicit_attention import EXPLICIT_OPTIONS, explicit_attention
 
 ATTENTION_NAME = "kvarn_tap"
+NOT_MEASURED_HINT = (
+    "its cache errors cannot be measured with this release; convert --no-validate leaves that out"
+)
 
 _UNKNOWN_OPTIONS = ("sinks", "position_bias", "head_mask")
 
@@ -172,7 +175,7 @@ def attention_tap(model: PreTrainedModel, tap: Tap) -> Iterator[None]:
         if model.config.get_text_config(decoder=True)._attn_implementation != ATTENTION_NAME:
             raise UnsupportedModelError(
                 f"{type(model).__name__} does not use transformers' attention interface",
-                hint="its cache errors cannot be measured with this release",
+                hint=NOT_MEASURED_HINT,
             )
         yield
     finally:
@@ -242,7 +245,8 @@ def _selected(mask: Tensor | None, indices: Tensor | None) -> Tensor | None:
 
 def _unsupported(module: nn.Module, what: str) -> UnsupportedModelError:
     return UnsupportedModelError(
-        f"{type(module).__name__} {what}, which a pseudo-decode does not reproduce"
+        f"{type(module).__name__} {what}, which a pseudo-decode does not reproduce",
+        hint=NOT_MEASURED_HINT,
     )
 
 

@@ -190,8 +190,8 @@ class MethodResult(_Part):
     tokens: Tokens | None = Field(description="null where nothing was packed")
     saturated_scales: dict[int, int] = Field(
         default={},
-        description="by layer, stored scales clamped at the largest number they can be, of all "
-        "windows",
+        description="by layer, stored scales (and RoPE keys beside latents) clamped at the largest "
+        "number they can be, of all windows",
     )
     memory: tuple[CacheMemory, ...]
     oracle: tuple[OracleKL, ...] | None = None

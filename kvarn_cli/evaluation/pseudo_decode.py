@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvarn_cli.errors import UnsupportedModelError
-from kvarn_cli.evaluation.attention import AttentionCall, Tap, attention_tap
+from kvarn_cli.evaluation.attention import NOT_MEASURED_HINT, AttentionCall, Tap, attention_tap
 from kvarn_cli.evaluation.logit_errors import LogitErrors, compare_logits
 from kvarn_cli.evaluation.quantized_attention import (
     QuantizedAttention,
@@ -115,14 +115,15 @@ def record_exact(
         covered: see `pseudo_decode`; of the static regime.
 
     Raises:
-        UnsupportedModelError: the model does not use transformers' attention interface, or does
-            not show the latent that it caches.
+        UnsupportedModelError: a covered layer does not use transformers' attention interface, or
+            does not show the latent that it caches.
     """
-    full_attention = covered_layers(model.config)
+    if covered is None:
+        covered = covered_layers(model.config)
     latent = rope_key_dim(model.config) is not None
     taps = [
         QuantizedAttention(
-            full_attention if covered is None else covered,
+            covered,
             method,
             step_tokens=step_tokens,
             fused_rotation=fused_rotation,
@@ -145,13 +146,13 @@ def record_exact(
             raise UnsupportedModelError(
                 f"layer {call.layer} of {type(model).__name__} attends several times in one pass, "
                 "and a pseudo-decode knows one cache for each layer",
-                hint="its cache errors cannot be measured with this release",
+                hint=NOT_MEASURED_HINT,
             )
-        if latent and call.layer in full_attention and call.latent is None:
+        if latent and call.layer in covered and call.latent is None:
             raise UnsupportedModelError(
                 f"{type(call.module).__name__} does not show the latent that it caches: it has no "
                 "method expand_kv",
-                hint="its cache errors cannot be measured with this release",
+                hint=NOT_MEASURED_HINT,
             )
         exact = _in_plain_basis(call, output, fused_rotation)[0]
         attention[call.layer], keys[call.layer] = exact, call.key[0]
@@ -165,7 +166,7 @@ def record_exact(
     started = time.perf_counter()
     logits = _logits(model, tokens, tap)
     elapsed_seconds = time.perf_counter() - started - static_seconds
-    _check_seen(model, full_attention, attention)
+    _check_seen(model, covered, attention)
     return ExactRun(tokens, logits, attention, keys, static, elapsed_seconds)
 
 
@@ -200,7 +201,8 @@ def pseudo_decode(
     if not covered:
         raise UnsupportedModelError(
             f"no layer of {model.config.model_type} attends to the full sequence, so none has a "
-            "cache worth packing"
+            "cache worth packing",
+            hint="inspect-errors --sliding measures layers with a window",
         )
     quantized = QuantizedAttention(
         covered,
@@ -296,5 +298,5 @@ def _check_seen(model: PreTrainedModel, covered: Collection[int], seen: Collecti
         raise UnsupportedModelError(
             f"layer {missing[0]} of {type(model).__name__} did not call the attention function "
             "that transformers' attention interface gave it",
-            hint="its cache errors cannot be measured with this release",
+            hint=NOT_MEASURED_HINT,
         )

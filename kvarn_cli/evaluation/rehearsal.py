@@ -16,7 +16,7 @@ from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
 
 from kvarn_cli.errors import UnsupportedModelError
-from kvarn_cli.evaluation.attention import attention_tap
+from kvarn_cli.evaluation.attention import NOT_MEASURED_HINT, attention_tap
 from kvarn_cli.evaluation.pseudo_decode import record_exact
 from kvarn_cli.evaluation.quantized_attention import QuantizedAttention, decode_steps
 from kvarn_cli.model.loading import quiet_transformers
@@ -98,19 +98,21 @@ def check_agreement(model: PreTrainedModel, num_tokens: int) -> None:
         stepped = _decode(model, tokens, cache, lengths, inputs)
     except MODEL_CODE_ERRORS as error:
         raise UnsupportedModelError(
-            f"{name} does not decode step by step with transformers' caches: {error}"
+            f"{name} does not decode step by step with transformers' caches: {error}",
+            hint=NOT_MEASURED_HINT,
         ) from error
     if not covered or not effect:
         return
     if not (decoded - exact).abs().max() <= _LARGEST_SHARE * effect:
         raise UnsupportedModelError(
             f"{name} computes other logits in one pass than step by step with transformers' own "
-            "cache, so nothing can be said of a quantized one"
+            "cache, so nothing can be said of a quantized one",
+            hint=NOT_MEASURED_HINT,
         )
     if not (stepped - one_pass).abs().max() <= _LARGEST_SHARE * effect:
         raise UnsupportedModelError(
             f"what {name} computes with a packed cache is not what a pseudo-decode computes",
-            hint="its cache errors cannot be measured with this release",
+            hint=NOT_MEASURED_HINT,
         )
 
 

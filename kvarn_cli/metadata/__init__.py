@@ -24,7 +24,7 @@ from kvarn_cli.metadata.manifest import (
 )
 from kvarn_cli.metadata.rotations import (
     Application,
-    FoldedNorm,
+    FoldedNormRecord,
     RotatedTensor,
     Rotation,
     Rotations,
@@ -41,7 +41,7 @@ __all__ = [
     "Calibration",
     "EngineErrors",
     "FileRecord",
-    "FoldedNorm",
+    "FoldedNormRecord",
     "HashName",
     "KVarNConfig",
     "Layers",

@@ -50,7 +50,9 @@ class EngineErrors(Block):
     attention_mae: float = Field(description="mean absolute error of the attention output")
     attention_mae_by_layer: dict[_LayerKey, float]
     saturated_scales: dict[_LayerKey, int] = Field(
-        default={}, description="by layer, stored scales clamped at the largest number they can be"
+        default={},
+        description="by layer, stored scales (and RoPE keys beside latents) clamped at the largest "
+        "number they can be",
     )
 
 

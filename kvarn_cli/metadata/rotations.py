@@ -33,7 +33,7 @@ class RotatedTensor(Block):
     )
 
 
-class FoldedNorm(Block):
+class FoldedNormRecord(Block):
     """A norm between a latent and what reads it, whose weight g was moved into the latter.
 
     The columns of `into` were multiplied by g before they were rotated, g = weight + 1 - `unit`,
@@ -64,7 +64,7 @@ class Rotation(Block):
     tensors: dict[str, RotatedTensor] = Field(
         default={}, description="every tensor that a fused rotation turned, by name"
     )
-    folded_norms: dict[str, FoldedNorm] = Field(
+    folded_norms: dict[str, FoldedNormRecord] = Field(
         default={}, description="every norm that was folded for it, by name of its weight"
     )
     not_fused: str | None = Field(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedConfig
 
 from kvarn_cli.errors import UnsupportedModelError
+from kvarn_cli.metadata import CONFIG_KEY
 from kvarn_cli.model.cache_trace import TracedLayer
 from kvarn_cli.runtime.coverage import (
     architecture_of,
@@ -106,11 +107,14 @@ def _common_width(
             raise UnsupportedModelError(
                 f"layer {index} of {architecture} caches {layer.num_kv_heads} heads of "
                 f"{key_width} and {value_width} channels, not one latent and the RoPE key of "
-                f"{rope_dim} that its configuration names"
+                f"{rope_dim} that its configuration names",
+                hint="no record holds it; where config.json is not the publisher's, kv_lora_rank "
+                "or qk_rope_head_dim may be wrong",
             )
         if key_width != width:
             raise UnsupportedModelError(
                 f"{architecture} has heads {width} wide in layer {first} and {key_width} wide in "
-                f"layer {index}; KVarN caches take one width"
+                f"layer {index}; a {CONFIG_KEY} describes one width",
+                hint="KVarNCache and generate --preset take layers that differ, unconverted",
             )
     return width

@@ -5,6 +5,7 @@ The instance is built by the model's own classes from its own configuration, shr
 or a gate at 1 would hide exactly what a proof looks for.
 """
 
+import copy
 from typing import Any
 
 import torch
@@ -32,6 +33,9 @@ MODEL_CODE_ERRORS = (
 )
 """What the code of a model may raise when a configuration does not fit it."""
 
+
+_FLOAT32_SCORES = "reorder_and_upcast_attn"
+"""GPT-2's switch to compute scores in float32, under which its code takes no other dtype."""
 
 MAX_PARAMETERS = 2**28
 """Of a random instance, which takes eight bytes for each."""
@@ -93,6 +97,8 @@ def build_model(
 ) -> PreTrainedModel:
     """A float64 model of the class that loads checkpoints with this configuration.
 
+    A switch that takes attention scores to float32, and does nothing else, is off in it.
+
     Args:
         config: of the model.
         device: where it is built; on `meta` the model takes no memory.
@@ -101,6 +107,9 @@ def build_model(
     Raises:
         UnsupportedModelError: the class cannot be built from the configuration.
     """
+    if getattr(config, _FLOAT32_SCORES, False):
+        config = copy.copy(config)
+        setattr(config, _FLOAT32_SCORES, False)
     try:
         with torch.random.fork_rng(devices=[]), no_init_weights(), device:
             model = _build(config, trust_remote_code=trust_remote_code)

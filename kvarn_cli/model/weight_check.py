@@ -8,16 +8,11 @@ must hold up to the rounding of the stored dtype. R does not occur in these equa
 R, a wrong head order, a transposed R or a forgotten tensor cannot excuse itself. The bias has its
 own equation, because next to large weights a small bias would drown in their rounding.
 
-**How much is rounding?** A stored fused entry w carries an error of at most
-
-    e(w) = u |w| + η + d u' r
-
-u is the unit roundoff of the stored dtype (2⁻⁸ bfloat16, 2⁻¹¹ float16, 2⁻²⁴ float32) and η half
-its smallest subnormal. The last term is the arithmetic's: u' is its unit roundoff (2⁻²⁴, or 2⁻⁵³
-for float64 weights), d the head's width, r the root mean square of the d entries that the
-rotation mixed into w. Let the errors be independent, with e(w) for their standard deviation;
-rounding really has at most u |w| / √3. Then the difference of the two sides, squared and summed
-over rows k and probes c, is expected at
+**How much is rounding?** A stored fused entry w carries an error of at most e(w), see
+`rounding_error`; u is the unit roundoff of the stored dtype and u' that of the arithmetic. Let the
+errors be independent, with e(w) for their standard deviation; rounding really has at most
+u |w| / √3. Then the difference of the two sides, squared and summed over rows k and probes c, is
+expected at
 
     T² = Σ_i ‖W_O'[:, i]‖² Σ_jc e(W_V'[i, j])² X[j, c]²  +  Σ_i Σ_k e(W_O'[k, i])² Σ_c V'[i, c]²
 
@@ -38,19 +33,21 @@ Of an MLA model the latent stands in V's place as the only head, and what reads 
 columns multiplied by what the norm between them multiplies by: by g before the fusion, by 1 after
 it. What the norm divides by is one number a token, the same before and after, and left out.
 
-All of this is made of sums over the rows of V and over those of O, so both are read in blocks and
-nothing but the sums is kept: a few numbers for each channel of a head.
+All of this is made of sums over the rows of V and over those of O, so both are read in blocks
+(`head_blocks`) and nothing but the sums is kept: a few numbers for each channel of a head.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kvarn_cli.errors import UnsupportedModelError
-from kvarn_cli.model.fusion import TensorRotation, take_heads, tensor_rotations
+from kvarn_cli.model.fusion import TensorRotation, tensor_rotations
+from kvarn_cli.model.head_blocks import HeadBlock, RowReader, head_blocks
 from kvarn_cli.model.layout import ONLINE_HINT, AttentionLayer, HeadSlices, ModelLayout
+from kvarn_cli.model.rounding_error import rounding_error
 from kvarn_cli.progress import Report, silent
 
 ALLOWED_ROUNDING = 4.0
@@ -59,10 +56,6 @@ LARGEST_ROUNDING = 0.02
 _STAGE = "checking the weights"
 _NUM_PROBES = 16
 _SEED = 20_260_603
-
-
-RowReader = Callable[[str], Iterable[Tensor]]
-"""From a tensor's name to its rows, in blocks that start and end between two heads."""
 
 
 @dataclass(frozen=True)
@@ -117,41 +110,6 @@ def check_weights(
 
 
 @dataclass(frozen=True)
-class _Block:
-    """Some heads' channels, before and after the fusion.
-
-    Attributes:
-        heads: which heads, by their place in the tensor's slices.
-        first: index of the first row of `before` along the tensor's other axis.
-        before: [heads, other axis, head_dim], in the stored dtype.
-        after: the same, fused.
-    """
-
-    heads: list[int]
-    first: int
-    before: Tensor
-    after: Tensor
-
-
-def _blocks(
-    part: HeadSlices, read: RowReader, rotations: Mapping[str, TensorRotation]
-) -> Iterator[_Block]:
-    first_row = 0
-    for rows in read(part.tensor):
-        vectors, fused = (
-            take_heads(each, part, first_row)
-            for each in (rows, rotations[part.tensor](rows, first_row))
-        )
-        inside = range(first_row, first_row + len(rows))
-        heads = [i for i, start in enumerate(part.starts) if part.axis or start in inside]
-        if rows.ndim == 1:
-            vectors, fused = vectors[:, None], fused[:, None]
-        if heads:
-            yield _Block(heads, first_row if part.axis else 0, vectors, fused)
-        first_row += len(rows)
-
-
-@dataclass(frozen=True)
 class _Values:
     """V's heads for some probes.
 
@@ -168,7 +126,7 @@ class _Values:
     alive: Tensor
 
 
-def _values(blocks: Iterable[_Block], part: HeadSlices, *, is_bias: bool) -> _Values:
+def _values(blocks: Iterable[HeadBlock], part: HeadSlices, *, is_bias: bool) -> _Values:
     """V for the probes through the weight alone, or what the bias adds to it."""
     heads, probes = len(part.starts), 1 if is_bias else _NUM_PROBES
     before, after = torch.zeros(2, heads, part.head_dim, probes, dtype=torch.float64)
@@ -178,13 +136,13 @@ def _values(blocks: Iterable[_Block], part: HeadSlices, *, is_bias: bool) -> _Va
         seen = _probes(block) if not is_bias else torch.ones(1, 1, dtype=torch.float64)
         before[block.heads] += block.before.double().mT @ seen
         after[block.heads] += block.after.double().mT @ seen
-        squares = _rounding_error(block.after).square()
+        squares = rounding_error(block.after, block.before.dtype).square()
         error[block.heads] += (squares * seen.square().sum(1)[:, None]).sum(1)
         alive[block.heads] |= block.before.abs().amax((1, 2)) > 0
     return _Values(before, after, error, alive)
 
 
-def _probes(block: _Block) -> Tensor:
+def _probes(block: HeadBlock) -> Tensor:
     """The probes' entries that meet a block of V: [other axis, probes]; equal for equal places."""
     generator = torch.Generator().manual_seed(_SEED + block.first)
     shape = (block.before.shape[1], _NUM_PROBES)
@@ -216,7 +174,7 @@ class _Outputs:
 
 
 def _outputs(
-    blocks: Iterable[_Block],
+    blocks: Iterable[HeadBlock],
     part: HeadSlices,
     values: list[_Values],
     kv_heads: Tensor,
@@ -231,7 +189,7 @@ def _outputs(
     for block in blocks:
         old_weight, new_weight = block.before.double() * gains[0], block.after.double() * gains[1]
         weight[block.heads] += new_weight.square().sum(1)
-        error[block.heads] += _rounding_error(block.after).square().sum(1)
+        error[block.heads] += rounding_error(block.after, block.before.dtype).square().sum(1)
         alive[block.heads] |= block.before.abs().amax((1, 2)) > 0
         for squares, value in zip(distance, values, strict=True):
             read = kv_heads[block.heads]
@@ -262,11 +220,11 @@ def _check_layer(
     layer: AttentionLayer, read: RowReader, rotations: Mapping[str, TensorRotation]
 ) -> WeightCheck:
     values = [
-        _values(_blocks(part, read, rotations), part, is_bias=index > 0)
+        _values(head_blocks(part, read, rotations), part, is_bias=index > 0)
         for index, part in enumerate(layer.value)
     ]
     kv_heads = torch.arange(layer.num_heads) // (layer.num_heads // layer.num_kv_heads)
-    blocks = _blocks(layer.output, read, rotations)
+    blocks = head_blocks(layer.output, read, rotations)
     gains = _gains(layer, read, rotations)
     outputs = _outputs(blocks, layer.output, values, kv_heads, gains)
     energies = [value.after.square().sum(2)[kv_heads] for value in values]
@@ -299,19 +257,6 @@ def _check_layer(
             *_dead("V of KV head", values[0].alive, layer),
             *_dead("W_O of query head", outputs.alive, layer),
         ),
-    )
-
-
-def _rounding_error(vectors: Tensor) -> Tensor:
-    """e(w) of each entry of fused vectors, [..., head_dim]; float64."""
-    stored = torch.finfo(vectors.dtype)
-    arithmetic = torch.finfo(torch.promote_types(vectors.dtype, torch.float32))
-    vectors = vectors.double()
-    spread = vectors.square().mean(-1, keepdim=True).sqrt()
-    return (
-        stored.eps / 2 * vectors.abs()
-        + stored.smallest_normal * stored.eps / 2
-        + vectors.shape[-1] * arithmetic.eps / 2 * spread
     )
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from kvarn_cli.quantization.hadamard import hadamard_matrix, rotate
 from kvarn_cli.quantization.rounding import to_float16
+from kvarn_cli.quantization.saturation import note_saturation
 from kvarn_cli.quantization.tile_codec import TileCodec, dequantize_keys, quantize_keys
 from kvarn_cli.quantization.tile_record import QuantizedTiles, pack_keys, unpack_keys
 from kvarn_cli.settings import KVarNSettings
@@ -28,7 +29,8 @@ class LatentCodec:
     """Encodes and decodes whole tiles of latents, with the interface of `TileCodec`.
 
     The latent is rotated by H before quantization and back afterwards, unless its rotation is
-    fused into the weights. The RoPE key is rounded to float16 and no further.
+    fused into the weights. The RoPE key is rounded to float16 and no further; numbers beyond its
+    range are clamped and told to `watch_saturation`.
 
     Args:
         settings: of a latent cache.
@@ -63,7 +65,7 @@ class LatentCodec:
         Returns:
             uint8 [..., tokens / group_size, record_bytes].
         """
-        exact = to_float16(rope_keys).unflatten(-2, (-1, self.settings.group_size)).flatten(-2)
+        exact = _stored(rope_keys).unflatten(-2, (-1, self.settings.group_size)).flatten(-2)
         raw = exact.contiguous().view(torch.uint8)
         return torch.cat((pack_keys(self._quantize(latents), self.settings), raw), dim=-1)
 
@@ -81,7 +83,7 @@ class LatentCodec:
 
     def reconstruct(self, latents: Tensor, rope_keys: Tensor) -> tuple[Tensor, Tensor]:
         """What `decode(encode(latents, rope_keys))` gives, without laying out records."""
-        return self._dequantize(self._quantize(latents)), to_float16(rope_keys).float()
+        return self._dequantize(self._quantize(latents)), _stored(rope_keys).float()
 
     @torch.no_grad()
     def _quantize(self, latents: Tensor) -> QuantizedTiles:
@@ -96,6 +98,12 @@ class LatentCodec:
             return latents.float()
         self._hadamard = self._hadamard.to(latents.device)
         return rotate(latents, self._hadamard)
+
+
+def _stored(rope_keys: Tensor) -> Tensor:
+    rounded = to_float16(rope_keys)
+    note_saturation(rounded)
+    return rounded
 
 
 def codec_for(

@@ -1,7 +1,8 @@
-"""Notice scales that are larger than the number format of a record holds.
+"""Notice numbers that are larger than their format in a record holds.
 
-Such a scale is clamped, and all that it scales decodes too small. It takes values near 65,504 in
-fp16 and near 10⁵ in FP8, so it is rare; but a model that has one should say so.
+Such a scale is clamped, and all that it scales decodes too small; so is the RoPE key beside a
+latent, which is stored as it is. It takes values near 65,504 in fp16 and near 10⁵ in FP8, so it is
+rare; but a model that has one should say so.
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,12 +13,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kvarn_cli.quantization.tile_record import QuantizedTiles
-
 
 @dataclass
 class SaturatedScales:
-    """Stored scales and zero points at the limit of their format, of the tiles encoded so far."""
+    """Stored numbers at the limit of their format, of the tiles encoded so far."""
 
     _counts: list[Tensor] = field(default_factory=list)
 
@@ -26,11 +25,10 @@ class SaturatedScales:
         """How many there are."""
         return sum(int(count) for count in self._counts)
 
-    def add(self, tiles: QuantizedTiles) -> None:
-        """Count those of more tiles."""
-        for stored in (tiles.rows.scale, tiles.rows.zero_point, tiles.column_scale):
-            largest = torch.finfo(stored.dtype).max
-            self._counts.append((stored.float().abs() >= largest).sum())
+    def add(self, stored: Tensor) -> None:
+        """Count those of more stored numbers, in the dtype that they are stored in."""
+        largest = torch.finfo(stored.dtype).max
+        self._counts.append((stored.float().abs() >= largest).sum())
 
 
 _watching: ContextVar[SaturatedScales | None] = ContextVar("watching", default=None)
@@ -38,7 +36,7 @@ _watching: ContextVar[SaturatedScales | None] = ContextVar("watching", default=N
 
 @contextmanager
 def watch_saturation() -> Iterator[SaturatedScales]:
-    """Count the saturated scales of every tile that is encoded inside the `with` block."""
+    """Count the saturated numbers of every tile that is encoded inside the `with` block."""
     found = SaturatedScales()
     token = _watching.set(found)
     try:
@@ -48,18 +46,18 @@ def watch_saturation() -> Iterator[SaturatedScales]:
 
 
 def saturation_sentence(by_layer: Mapping[int, int]) -> str:
-    """Say how many scales of which layers were clamped.
+    """Say how many numbers of which layers were clamped.
 
     Args:
         by_layer: counts above 0 by layer, at least one.
     """
     layers = ", ".join(f"{count:,} of layer {layer}" for layer, count in by_layer.items())
-    return f"scales larger than the record holds were clamped: {layers}"
+    return f"numbers larger than the record holds were clamped: {layers}"
 
 
-def note_saturation(*tiles: QuantizedTiles) -> None:
-    """Tell whoever watches about tiles just encoded."""
+def note_saturation(*stored: Tensor) -> None:
+    """Tell whoever watches about scales, zero points or RoPE keys just made for records."""
     watcher = _watching.get()
     if watcher is not None:
-        for each in tiles:
+        for each in stored:
             watcher.add(each)

@@ -74,7 +74,7 @@ class TileCodec:
             quantized = refine_tiles(value_tiles, settings.value_bits, settings, tokens="rows")
         else:
             quantized = quantize_tiles(value_tiles, settings.value_bits, settings)
-        note_saturation(quantized)
+        note_saturation(*quantized.scales)
         return quantize_keys(keys, settings), quantized
 
     @torch.no_grad()
@@ -95,7 +95,7 @@ def quantize_keys(keys: Tensor, settings: KVarNSettings) -> QuantizedTiles:
         quantized = refine_tiles(tiles, settings.key_bits, settings, tokens="columns")
     else:
         quantized = quantize_tiles(tiles, settings.key_bits, settings)
-    note_saturation(quantized)
+    note_saturation(*quantized.scales)
     return quantized
 
 

@@ -48,6 +48,11 @@ class QuantizedTiles:
     rows: RoundedRows
     column_scale: Tensor
 
+    @property
+    def scales(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What decodes the codes: scale and zero point of the rows, and column scale."""
+        return self.rows.scale, self.rows.zero_point, self.column_scale
+
     def dequantize(self) -> Tensor:
         """`(codes · scale + zero_point) · column_scale`, float32 [..., rows, columns]."""
         return self.rows.dequantize().mul_(self.column_scale.float())

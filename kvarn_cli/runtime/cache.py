@@ -5,12 +5,18 @@ from dataclasses import dataclass
 from typing import Self
 
 from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer, LinearAttentionLayer
+from transformers.cache_utils import (
+    DynamicIndexedLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionLayer,
+)
 
 from kvarn_cli.errors import UnsupportedModelError, UsageError
 from kvarn_cli.runtime.coverage import architecture_of, check_fit, covered_layers
 from kvarn_cli.runtime.description import described_cache
 from kvarn_cli.runtime.packed_layer import (
+    RECORD_PAST_HINT,
     KVarNHybridLayer,
     KVarNIndexedLayer,
     KVarNLayer,
@@ -110,8 +116,28 @@ class KVarNCache(Cache):
             )
         return cls(model.config, settings)
 
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the newest tokens from all layers, or refuse before any has changed.
+
+        Args:
+            tokens_to_remove: their number as a negative count, or 0.
+
+        Raises:
+            UsageError: a layer no longer holds what it held before those tokens.
+        """
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, KVarNLayer):
+                layer.check_crop(tokens_to_remove)
+            if _forgets(layer):
+                raise UsageError(
+                    f"cannot remove tokens: layer {index} keeps a window or a state, and not "
+                    "those of the past",
+                    hint=RECORD_PAST_HINT,
+                )
+        super().crop(tokens_to_remove)
+
     def saturated_scales(self) -> dict[int, int]:
-        """Stored scales that had to be clamped, by layer, where there are any."""
+        """Numbers that had to be clamped, by layer, where there are any; see `KVarNLayer`."""
         return {
             index: layer.saturated_scales
             for index, layer in enumerate(self.layers)
@@ -133,3 +159,12 @@ class KVarNCache(Cache):
                 held += layer.records.nbytes
                 elements += batch * heads * layer.packed_tokens * sum(layer.codec.widths)
         return CacheMemory(held, 2 * elements)
+
+
+def _forgets(layer: object) -> bool:
+    """Whether this layer gives up old states in each step, as transformers' small ones do."""
+    if isinstance(layer, LinearAttentionLayer):
+        return not layer.record_past
+    if isinstance(layer, DynamicSlidingWindowLayer):
+        return not layer.record_past and layer.get_seq_length() >= layer.sliding_window
+    return False

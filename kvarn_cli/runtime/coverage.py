@@ -22,6 +22,11 @@ from transformers.cache_utils import (
 from kvarn_cli.errors import UnsupportedModelError, UsageError
 from kvarn_cli.settings import DEFAULT_LATENT_PRESET, DEFAULT_PRESET, HEAD_DIMS, KVarNSettings
 
+
+class _CrossAttention:
+    """Stands for a layer that attends to an encoder's states, of which text alone has none."""
+
+
 _FULL_ATTENTION = {DynamicLayer, DynamicIndexedLayer, LinearAttentionAndFullAttentionLayer}
 _SLIDING = {DynamicSlidingWindowLayer, LinearAttentionAndSlidingWindowAttentionLayer}
 _WINDOW = "attention through a window; backends keep its cache exact"
@@ -30,6 +35,7 @@ _EXACT_LAYERS: Mapping[type, str] = {
     LinearAttentionAndSlidingWindowAttentionLayer: _WINDOW,
     LinearAttentionLayer: "its state has a fixed size; it has no KV cache",
     DummyLayer: "it has no KV cache of its own",
+    _CrossAttention: "it attends to an image; its cache does not grow with the text",
 }
 
 
@@ -38,7 +44,8 @@ def covered_layers(config: PreTrainedConfig, *, cover_sliding: bool = False) -> 
 
     These are the layers for which transformers itself would keep a cache that grows with the
     sequence. Layers with a sliding window or with nothing but a recurrent state keep their own,
-    small cache, and layers that read the cache of another layer have none.
+    small cache, that of layers that attend to an image does not grow with the text, and layers
+    that read the cache of another layer have none.
 
     Args:
         config: of the model; a text model nested inside it is found.
@@ -82,7 +89,9 @@ def check_widths(
     if key_width != value_width and not latent:
         raise UnsupportedModelError(
             f"layer {layer} of {architecture} caches keys {key_width} and values {value_width} "
-            "wide; a KVarN record holds both in one width"
+            "wide; a KVarN record holds both in one width",
+            hint="no preset and no rotation changes that; take a model with keys and values of one "
+            "width, or with a latent cache (MLA)",
         )
     if key_width not in HEAD_DIMS:
         what, rotated = ("kv_lora_rank", "the latent") if latent else ("head_dim", "K")
@@ -137,7 +146,8 @@ def _text_config(config: PreTrainedConfig) -> PreTrainedConfig:
     text_config: Any = config.get_text_config(decoder=True)
     if not isinstance(text_config, PreTrainedConfig):
         raise UnsupportedModelError(
-            f"{architecture_of(config)} nests something that is no model's configuration"
+            f"{architecture_of(config)} nests something that is no model's configuration",
+            hint="a value in config.json may be wrong, such as text_config or decoder",
         )
     return text_config
 
@@ -149,13 +159,16 @@ def _layer_kinds(config: PreTrainedConfig) -> list[type]:
     if not isinstance(num_layers, int) or num_layers < 1:
         raise UnsupportedModelError(
             f"{architecture} has num_hidden_layers {num_layers!r} in its configuration; "
-            "a positive number is needed"
+            "a positive number is needed",
+            hint="config.json may be of another kind of model, or its text_config may lack it",
         )
     try:
-        kinds = [type(layer) for layer in DynamicCache(config=text_config).layers]
+        kinds: list[type] = [type(layer) for layer in DynamicCache(config=text_config).layers]
     except KeyError as error:
         raise UnsupportedModelError(
-            f"{architecture} has layers of type {error}, whose cache is not known"
+            f"{architecture} has layers of type {error}, whose cache is not known",
+            hint="a value in layer_types of config.json may be wrong, or a newer release of "
+            "transformers may know it",
         ) from error
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:
         raise UnsupportedModelError(
@@ -166,4 +179,7 @@ def _layer_kinds(config: PreTrainedConfig) -> list[type]:
     if isinstance(readers, int) and readers > 0:
         first = max(len(kinds) - readers, 0)
         kinds[first:] = [DummyLayer] * (len(kinds) - first)
+    cross: Any = getattr(text_config, "cross_attention_layers", None)
+    if isinstance(cross, list):
+        kinds = [_CrossAttention if i in cross else kind for i, kind in enumerate(kinds)]
     return kinds

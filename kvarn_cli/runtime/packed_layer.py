@@ -20,6 +20,8 @@ from kvarn_cli.quantization.tile_codec import TileCodec
 from kvarn_cli.runtime.coverage import check_widths
 from kvarn_cli.settings import KVarNSettings
 
+RECORD_PAST_HINT = "call activate_past_recording() before the steps that are to be undone"
+
 
 @dataclass(frozen=True)
 class LayerPlan:
@@ -64,7 +66,7 @@ class KVarNLayer(DynamicLayer):  # type: ignore[no-untyped-call, unused-ignore]
     [batch, kv_heads, tiles, record_bytes]. An MLA layer has one KV head, whose `keys` are latents
     and whose `values` are RoPE keys.
 
-    `saturated_scales` counts stored scales that had to be clamped.
+    `saturated_scales` counts stored scales, and RoPE keys, that had to be clamped.
 
     After `activate_past_recording` packing waits for the `crop` that ends each step, so that
     rejected draft tokens never enter a tile.
@@ -139,6 +141,17 @@ class KVarNLayer(DynamicLayer):  # type: ignore[no-untyped-call, unused-ignore]
             tokens_to_remove: their number as a negative count, or 0.
 
         Raises:
+            UsageError: see `check_crop`; nothing has changed.
+        """
+        self.check_crop(tokens_to_remove)
+        super().crop(tokens_to_remove)
+        if self.record_past and self.is_initialized:
+            self._pack_full_tiles()
+
+    def check_crop(self, tokens_to_remove: int) -> None:
+        """Refuse what `crop` cannot do, and change nothing.
+
+        Raises:
             UsageError: the cut would open a packed tile, whose exact tokens are gone.
         """
         exact_tail = self.get_seq_length() - self.packed_tokens - self.settings.sink_tokens
@@ -146,11 +159,8 @@ class KVarNLayer(DynamicLayer):  # type: ignore[no-untyped-call, unused-ignore]
             raise UsageError(
                 f"cannot remove {-tokens_to_remove} tokens: only the newest {exact_tail} are "
                 "still exact, those before them are packed",
-                hint="call activate_past_recording() before the steps that are to be undone",
+                hint=RECORD_PAST_HINT,
             )
-        super().crop(tokens_to_remove)
-        if self.record_past and self.is_initialized:
-            self._pack_full_tiles()
 
     def activate_past_recording(self) -> None:
         """Keep the tokens of each step exact until the `crop` that ends the step."""
@@ -223,6 +233,7 @@ class KVarNHybridLayer(  # type: ignore[misc, override, unused-ignore]
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest tokens from both; see `KVarNLayer.crop` and transformers' own."""
+        self.check_crop(tokens_to_remove)
         LinearAttentionLayer.crop(self, tokens_to_remove)
         KVarNLayer.crop(self, tokens_to_remove)
 
@@ -233,8 +244,17 @@ class KVarNHybridLayer(  # type: ignore[misc, override, unused-ignore]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Follow the chosen beams, [batch]."""
-        LinearAttentionLayer.reorder_cache(self, beam_idx)  # type: ignore[arg-type]
-        KVarNLayer.reorder_cache(self, beam_idx)
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each sequence of the batch."""
+        sequences = torch.arange(len(self.keys) if self.is_initialized else 0)
+        self.batch_select_indices(sequences.repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the sequences with these indices."""
+        LinearAttentionLayer.reorder_cache(self, indices)  # type: ignore[arg-type]
+        KVarNLayer.batch_select_indices(self, indices.to(self.device))
 
 
 def _insert(exact: Tensor, packed: Tensor, sink: int) -> Tensor:

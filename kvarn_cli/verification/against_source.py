@@ -2,17 +2,12 @@
 
 A rotated tensor is turned back with the matrix that the metadata describes. R is orthonormal, so
 turning back keeps the length of each head's vector of errors: if every stored entry w carries at
-most one rounding,
-
-    e(w) = u |w| + η + d u' r
-
-(u is the unit roundoff of the stored dtype, η half its smallest subnormal, u' the roundoff of the
-arithmetic that made it, d the head's width and r the root mean square of the d entries that were
-mixed into w), then the vector turned back differs from the source's by at most the length of
-e(w) over its d entries. A tensor that was not rotated, or rotated otherwise, differs by about
-its own length: hundreds of times as much. What reads a latent is turned back to the source's
-columns times the folded norm's gain, and the norm itself must scale nothing. All other tensors
-must be equal, bit by bit or, where the conversion changed the dtype, after the same rounding.
+most one rounding, e(w) (see `model/rounding_error.py`), then the vector turned back differs from
+the source's by at most the length of e(w) over its entries. A tensor that was not rotated, or
+rotated otherwise, differs by about its own length: hundreds of times as much. What reads a latent
+is turned back to the source's columns times the folded norm's gain, and the norm itself must scale
+nothing. All other tensors must be equal, bit by bit or, where the conversion changed the dtype,
+after the same rounding.
 """
 
 import math
@@ -26,8 +21,9 @@ from kvarn_cli.checkpoint.shard_stream import read_blocks, rows_at_once
 from kvarn_cli.metadata import KVarNConfig, Rotation
 from kvarn_cli.model.fusion import put_heads, take_heads
 from kvarn_cli.model.layout import FUSIBLE_DTYPES, FoldedNorm, HeadSlices
+from kvarn_cli.model.rounding_error import rounding_error
 from kvarn_cli.progress import Report, silent
-from kvarn_cli.quantization.hadamard import hadamard_matrix
+from kvarn_cli.quantization.hadamard import rotation_matrix
 from kvarn_cli.tensor_bytes import read_rows, to_tensor
 from kvarn_cli.verification.folder import Check, read_metadata
 
@@ -53,7 +49,7 @@ def verify_against(
         norm.into: FoldedNorm(name, norm.unit).gain(_whole(source, name))
         for name, norm in rotation.folded_norms.items()
     }
-    matrix = _matrix(rotation)
+    matrix = rotation_matrix(rotation.head_dim, rotation.signs, dtype=torch.float64)
     total = sum(source.info(name).size_bytes for name in source.weight_map)
     rotation_problems, other_problems, worst, done = [], [], 0.0, 0
     for name in source.weight_map:
@@ -106,12 +102,6 @@ def _identity_problems(
     for name in source.weight_map:
         if converted.info(name).shape != source.info(name).shape:
             yield f"{name} has another shape than in the source"
-
-
-def _matrix(rotation: Rotation) -> Tensor:
-    signs = rotation.signs or "+" * rotation.head_dim
-    columns = torch.tensor([1.0 if sign == "+" else -1.0 for sign in signs], dtype=torch.float64)
-    return hadamard_matrix(rotation.head_dim, dtype=torch.float64) * columns
 
 
 def _rotated_parts(rotation: Rotation) -> dict[str, HeadSlices]:
@@ -171,16 +161,8 @@ def _share_of_rounding(
         matrix: R, [head_dim, head_dim].
         dtype: of the source.
     """
-    arithmetic = torch.finfo(torch.promote_types(dtype, torch.float32))
-    limits = torch.finfo(stored.dtype)
-    vectors = stored.double()
-    entry_error = (
-        limits.eps / 2 * vectors.abs()
-        + limits.smallest_normal * limits.eps / 2
-        + len(matrix) * arithmetic.eps / 2 * vectors.square().mean(-1, keepdim=True).sqrt()
-    )
-    difference = (vectors @ matrix.T - original.double()).norm(dim=-1)
-    share = difference / entry_error.norm(dim=-1)
+    difference = (stored.double() @ matrix.T - original.double()).norm(dim=-1)
+    share = difference / rounding_error(stored, dtype).norm(dim=-1)
     return float(share.nan_to_num(math.inf, math.inf).max())
 
 

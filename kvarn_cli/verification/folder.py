@@ -132,7 +132,10 @@ def _rotation_problems(
     rotation = metadata.rotations.value
     for name, part in rotation.tensors.items():
         if name not in checkpoint.weight_map:
-            yield f"{name} should hold V's rotation, but there is no such tensor"
+            yield (
+                f"{name} should hold the rotation of {metadata.rotated}, but there is no such "
+                "tensor"
+            )
             continue
         shape = checkpoint.info(name).shape
         channels = shape[part.axis] if part.axis < len(shape) else 0

@@ -17,7 +17,7 @@ from checkpoint_files import (
 )
 from safetensors.numpy import load_file, save_file
 
-from kvarn_cli.checkpoint.checkpoint import loadable_folder, open_checkpoint
+from kvarn_cli.checkpoint.checkpoint import open_checkpoint
 from kvarn_cli.errors import CheckpointError, UnsupportedModelError
 
 
@@ -59,11 +59,10 @@ def test_tensors_that_the_index_does_not_name_stay_in_their_shard(tmp_path: Path
 
 def test_takes_what_the_index_names_beside_a_consolidated_file(tmp_path: Path) -> None:
     folder = save_checkpoint(tmp_path / "model")
-    for name in (SINGLE, "consolidated.safetensors"):
-        save_file(tensors("embed", "a.v_proj"), folder / name)
+    save_file(tensors("embed", "a.v_proj"), folder / "consolidated.safetensors")
     checkpoint = open_checkpoint(folder)
     assert list(checkpoint.shards) == [FIRST, SECOND]
-    assert [str(path) for path, _ in checkpoint.left_out] == ["consolidated.safetensors", SINGLE]
+    assert [str(path) for path, _ in checkpoint.left_out] == ["consolidated.safetensors"]
 
 
 @pytest.mark.parametrize("content", [None, "", "{", "[]", '"x"', "{}{}"])
@@ -136,16 +135,3 @@ def test_a_shard_cut_short_after_opening_is_noticed(tmp_path: Path) -> None:
     (folder / SINGLE).unlink()
     with pytest.raises(CheckpointError, match="cannot read"):
         checkpoint.read("x")
-
-
-def test_a_loader_is_shown_the_index_s_weights_alone(tmp_path: Path) -> None:
-    folder = save_checkpoint(tmp_path / "model")
-    with loadable_folder(open_checkpoint(folder)) as shown:
-        assert shown == folder
-    save_file(tensors("other"), folder / SINGLE)
-    checkpoint = open_checkpoint(folder)
-    with loadable_folder(checkpoint) as shown:
-        names = {path.relative_to(shown).as_posix() for path in shown.rglob("*") if path.is_file()}
-        assert names == {FIRST, SECOND, *map(str, checkpoint.sidecars)}
-        assert (shown / FIRST).read_bytes() == (folder / FIRST).read_bytes()
-    assert not shown.exists()

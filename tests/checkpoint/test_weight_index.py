@@ -1,7 +1,7 @@
 from pathlib import Path
 
 import pytest
-from checkpoint_files import INDEX, write_index
+from checkpoint_files import INDEX, SINGLE, write_index
 
 from kvarn_cli.checkpoint.weight_index import read_weight_map, shard_names
 from kvarn_cli.errors import CheckpointError
@@ -44,6 +44,15 @@ def test_refuses_names_that_could_lead_elsewhere(shard: object, tmp_path: Path) 
     write_index(tmp_path, {"a": "a.safetensors", "hostile": shard})
     with pytest.raises(CheckpointError, match=rf"{INDEX} places tensor 'hostile'"):
         read_weight_map(tmp_path)
+
+
+def test_refuses_an_index_beside_a_single_file_that_it_does_not_name(tmp_path: Path) -> None:
+    (tmp_path / SINGLE).touch()
+    write_index(tmp_path, {"a": "1.safetensors"})
+    with pytest.raises(CheckpointError, match=f"{INDEX} names other files than the {SINGLE}"):
+        read_weight_map(tmp_path)
+    write_index(tmp_path, {"a": SINGLE, "b": "1.safetensors"})
+    assert read_weight_map(tmp_path) is not None
 
 
 @pytest.mark.parametrize("weight_map", [None, {}, [], "model.safetensors"])

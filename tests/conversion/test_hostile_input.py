@@ -146,10 +146,17 @@ def test_a_broken_configuration_is_refused(config: str, model: Path, tmp_path: P
 def test_a_duplicate_consolidated_file_is_not_copied(model: Path, tmp_path: Path) -> None:
     source = linked(model, tmp_path / "source")
     shard = next(model.glob("*.safetensors"))
-    for name in ("consolidated.safetensors", "model.safetensors"):
-        shutil.copy(shard, source / name)
+    shutil.copy(shard, source / "consolidated.safetensors")
     convert(source, tmp_path / "out")
-    assert not {"consolidated.safetensors", "model.safetensors"} & contents(tmp_path / "out").keys()
+    assert "consolidated.safetensors" not in contents(tmp_path / "out")
+
+
+def test_weights_that_a_loader_would_prefer_to_the_index_s_are_refused(
+    model: Path, tmp_path: Path
+) -> None:
+    source = linked(model, tmp_path / "source")
+    shutil.copy(next(model.glob("*.safetensors")), source / "model.safetensors")
+    assert "model.safetensors beside it" in refuse(source, tmp_path / "out", CheckpointError)
 
 
 def test_sidecars_are_copied_byte_for_byte(model: Path, tmp_path: Path) -> None:

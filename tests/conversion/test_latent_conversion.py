@@ -180,6 +180,16 @@ def test_a_fold_that_is_not_whole_is_noticed(damaged, deepseek, tmp_path):
     assert found[0].startswith(expected)
 
 
+def test_a_tensor_that_is_missing_should_hold_the_latents_rotation(deepseek, tmp_path):
+    output = convert_latent(deepseek, tmp_path / "out").output
+    config = json.loads((output / "config.json").read_text())
+    rotated = config["kvarn_config"]["rotations"]["value"]["tensors"]
+    rotated["ghost.weight"] = next(iter(rotated.values()))
+    (output / "config.json").write_text(json.dumps(config))
+    (problem,) = [found for found in problems(verify_folder(output)) if "no such tensor" in found]
+    assert problem.startswith("ghost.weight should hold the rotation of the latent")
+
+
 def test_layers_that_the_class_does_not_load_stay_as_they_are(deepseek, tmp_path):
     """A layer for multi-token prediction has a latent of its own, whole without the rotation."""
     own = tensors_of(deepseek)
@@ -213,7 +223,12 @@ def test_the_plan_is_told_in_bytes_of_latents(deepseek):
 
 @pytest.mark.parametrize(
     ("preset", "latent_dim", "taking"),
-    [("mla_k4_g128", 512, 3), ("mla_k2_g64", 512, 2), ("mla_k4_g128", 256, 1)],
+    [
+        ("mla_k4_g128", 512, 3),
+        ("mla_k2_g64", 512, 2),
+        ("mla_k4_g128", 256, 2),
+        ("mla_k4_g32", 512, 1),
+    ],
 )
 def test_engines_are_told_to_quantize_the_latent(preset, latent_dim, taking):
     settings = KVarNSettings.from_name(preset)

@@ -192,7 +192,7 @@ def test_scales_that_do_not_fit_into_the_record_are_told(llama, tmp_path, short_
     )
     for errors in converted.conversion.metadata.calibration.engines:
         assert errors.saturated_scales.keys() == {1}
-        warning = f"{errors.engine}: scales larger than the record holds were clamped"
+        warning = f"{errors.engine}: numbers larger than the record holds were clamped"
         assert any(each.startswith(warning) for each in converted.conversion.warnings)
 
 

@@ -170,3 +170,5 @@ def test_a_layer_that_bypasses_the_attention_interface_is_refused_by_number() ->
     model.model.layers[1].self_attn = Bypass()
     with pytest.raises(UnsupportedModelError, match="layer 1 of LlamaForCausalLM did not call"):
         record_exact(model, random_tokens(20))
+    exact = record_exact(model, random_tokens(20), covered=[0])
+    assert set(exact.attention) == {0}

@@ -14,7 +14,7 @@ from kvarn_cli.metadata import (
     Application,
     BaseModelReference,
     CacheFormat,
-    FoldedNorm,
+    FoldedNormRecord,
     KVarNConfig,
     Layers,
     RotatedTensor,
@@ -136,7 +136,7 @@ def latent_rotations(fused: bool) -> Rotations:
             }
             if fused
             else {},
-            folded_norms={f"{norm}.weight": FoldedNorm(into=f"{reads}.weight", unit=1)}
+            folded_norms={f"{norm}.weight": FoldedNormRecord(into=f"{reads}.weight", unit=1)}
             if fused
             else {},
         ),

@@ -1,7 +1,7 @@
 import pytest
 import torch
 from tiny_models import tiny_config
-from transformers import LlamaConfig
+from transformers import GPT2Config, LlamaConfig
 
 from kvarn_cli.model.shrunken import build_random_model, shrink_config
 from kvarn_cli.model.shrunken_config import VOCAB_SIZE
@@ -72,3 +72,10 @@ def test_the_seed_decides():
     first, same, other = (model.lm_head.weight for model in models)
     assert torch.equal(first, same)
     assert not torch.equal(first, other)
+
+
+def test_scores_in_float32_are_switched_off_where_all_is_float64():
+    config = GPT2Config(n_layer=1, n_head=2, n_embd=64, reorder_and_upcast_attn=True)
+    model = build_random_model(config, seed=0, trust_remote_code=False)
+    assert model(torch.zeros(1, 5, dtype=torch.int64)).logits.dtype == torch.float64
+    assert config.reorder_and_upcast_attn

@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from kvarn_cli.quantization.latent_codec import LatentCodec
 from kvarn_cli.quantization.saturation import saturation_sentence, watch_saturation
 from kvarn_cli.quantization.tile_codec import TileCodec
 from kvarn_cli.settings import ENCODERS, KVarNSettings
@@ -35,6 +36,16 @@ def test_one_outlying_token_is_counted():
     with watch_saturation() as saturated:
         codec.encode(keys, values)
     assert saturated.count > 0
+
+
+def test_rope_keys_beside_a_latent_are_counted():
+    codec = LatentCodec(KVarNSettings.from_name("mla_k4_g128"), 64, 64, rotate_latents=True)
+    latents, rope_keys = states(1.0)
+    rope_keys[0, 3, :2] = torch.tensor([1e5, -1e5])
+    for encode in (codec.encode, codec.reconstruct):
+        with watch_saturation() as saturated:
+            encode(latents, rope_keys)
+        assert saturated.count == 2
 
 
 def test_nothing_is_counted_outside():

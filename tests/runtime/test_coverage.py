@@ -9,6 +9,7 @@ from transformers import (
     KimiLinearConfig,
     LlamaConfig,
     MistralConfig,
+    MllamaTextConfig,
     PreTrainedConfig,
     Qwen3NextConfig,
 )
@@ -77,6 +78,12 @@ def test_layers_that_read_the_cache_of_another_layer_are_left_out() -> None:
         assert covered_layers(config) == (1,)
         assert "no KV cache of its own" in left_out_layers(config)[3]
         assert covered_layers(config, cover_sliding=True) == (0, 1)
+
+
+def test_layers_that_attend_to_an_image_are_left_out() -> None:
+    config = MllamaTextConfig(num_hidden_layers=5, cross_attention_layers=[3])
+    assert covered_layers(config) == (0, 1, 2, 4)
+    assert "attends to an image" in left_out_layers(config)[3]
 
 
 def test_layers_may_differ_in_width_and_heads() -> None:

@@ -5,9 +5,10 @@ from collections.abc import Callable
 import pytest
 import torch
 from architectures import build_random_model, tiny_architecture
-from decoding import cached_logits, largest_difference
+from decoding import cached_logits, calm_model, largest_difference
 from transformers import Gemma4TextConfig, PreTrainedModel
 
+from kvarn_cli.errors import UsageError
 from kvarn_cli.evaluation.rehearsal import check_agreement
 from kvarn_cli.model.shrunken import shrink_config
 from kvarn_cli.runtime.cache import KVarNCache
@@ -43,20 +44,62 @@ def test_a_state_stays_beside_packed_keys_and_values(falcon_h1: PreTrainedModel)
     [
         (lambda cache: cache.reorder_cache(torch.tensor([1, 0])), [1, 0]),
         (lambda cache: cache.reorder_cache(torch.tensor([0, 0])), [0, 0]),
+        (lambda cache: cache.batch_select_indices(torch.tensor([1])), [1]),
+        (lambda cache: cache.batch_repeat_interleave(2), [0, 0, 1, 1]),
     ],
-    ids=["swapped", "doubled"],
+    ids=["swapped", "doubled", "chosen", "repeated"],
 )
 def test_states_follow_their_beams(
     falcon_h1: PreTrainedModel, change: Callable[[KVarNCache], None], order: list[int]
 ) -> None:
-    past, new = tokens_of(2, 40), tokens_of(2, 1, seed=1)
+    past, new = tokens_of(2, 40), tokens_of(len(order), 1, seed=1)
     cache = KVarNCache(falcon_h1.config, SETTINGS)
     cached_logits(falcon_h1, past, cache, [40])
     change(cache)
     continued = cached_logits(falcon_h1, new, cache, [1])
     fresh = KVarNCache(falcon_h1.config, SETTINGS)
     cached_logits(falcon_h1, past[order], fresh, [40])
-    assert largest_difference(continued, cached_logits(falcon_h1, new, fresh, [1])) < 1e-9
+    assert largest_difference(continued, cached_logits(falcon_h1, new, fresh, [1])) < 1e-5
+
+
+def test_a_refused_crop_leaves_the_state_as_it_was(falcon_h1: PreTrainedModel) -> None:
+    cache = KVarNCache(falcon_h1.config, SETTINGS)
+    cached_logits(falcon_h1, tokens_of(1, 40), cache, [40])
+    layer = cache.layers[0]
+    with pytest.raises(UsageError, match="layer 0 keeps a window or a state") as refused:
+        cache.crop(-2)
+    assert "activate_past_recording" in refused.value.hint
+    cache.activate_past_recording()
+    cached_logits(falcon_h1, tokens_of(1, 4, seed=1), cache, [4])
+    recorded = layer.conv_states[0]
+    for cropped in (cache, layer):
+        with pytest.raises(UsageError, match="only the newest 12 are still exact"):
+            cropped.crop(-13)
+    assert (cache.get_seq_length(), layer.conv_states[0] is recorded) == (44, True)
+    cache.crop(-2)
+    assert cache.get_seq_length() == 42
+    assert layer.conv_states[0].shape[-1] < recorded.shape[-1]
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [["sliding_attention", "full_attention"], ["full_attention", "sliding_attention"]],
+    ids=["window first", "window last"],
+)
+def test_a_refused_crop_changes_no_layer(kinds: list[str]) -> None:
+    model = calm_model("qwen3", layer_types=kinds, use_sliding_window=True, sliding_window=48)
+    cache = KVarNCache(model.config, SETTINGS)
+    cached_logits(model, tokens_of(1, 60), cache, [60])
+    with pytest.raises(UsageError, match="keeps a window or a state"):
+        cache.crop(-2)
+    assert [layer.get_seq_length() for layer in cache.layers] == [60, 60]
+    cache.activate_past_recording()
+    cached_logits(model, tokens_of(1, 5, seed=1), cache, [5])
+    with pytest.raises(UsageError, match="only the newest 33 are still exact"):
+        cache.crop(-34)
+    assert [layer.get_seq_length() for layer in cache.layers] == [65, 65]
+    cache.crop(-5)
+    assert [layer.get_seq_length() for layer in cache.layers] == [60, 60]
 
 
 def test_a_reset_forgets_the_state_too(falcon_h1: PreTrainedModel) -> None:

@@ -120,7 +120,7 @@ def test_another_source_is_refused(folder: Path, model: Path, tmp_path: Path) ->
         ("manifest", "kvarn_manifest.json"),
         ("unlisted", f"{V} is a rotated tensor in kvarn_manifest.json only"),
         ("misplaced", f"{V} has shape [64, 128], which does not hold heads of width 32 where"),
-        ("ghost", "ghost.weight should hold V's rotation, but there is no such tensor"),
+        ("ghost", "ghost.weight should hold the rotation of V, but there is no such tensor"),
     ],
 )
 def test_every_damage_is_named(damage: str, words: str, folder: Path) -> None:
