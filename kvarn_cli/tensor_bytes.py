@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvarn_cli.checkpoint.checkpoint import Checkpoint
 from kvarn_cli.checkpoint.safetensors_header import TensorInfo
-from kvarn_cli.checkpoint.shard_stream import read_blocks
+from kvarn_cli.checkpoint.tensor_blocks import read_blocks
 from kvarn_cli.model.layout import FUSIBLE_DTYPES
 
 

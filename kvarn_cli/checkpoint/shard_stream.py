@@ -3,19 +3,13 @@
 Never more than a few blocks are in memory, whatever the size of a tensor.
 """
 
-import hashlib
-import mmap
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from itertools import cycle
-from pathlib import Path
-from typing import BinaryIO, Self
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import BinaryIO
 
 import xxhash
 
-from kvarn_cli.checkpoint.file_copy import clone, read_at
+from kvarn_cli.checkpoint.file_copy import clone
 from kvarn_cli.checkpoint.new_file import NewFile
 from kvarn_cli.checkpoint.safetensors_header import (
     DTYPE_BITS,
@@ -23,38 +17,8 @@ from kvarn_cli.checkpoint.safetensors_header import (
     TensorInfo,
     encode_header,
 )
+from kvarn_cli.checkpoint.tensor_changes import ChangedAhead, Patch, TensorChange
 from kvarn_cli.metadata import FileRecord
-
-BLOCK_BYTES = 256 << 10
-"""What a patch is given at once, unless one step of its rows is larger.
-
-Small on purpose: larger temporaries are mapped and zeroed by the system each time, which takes
-longer than the rotation itself.
-"""
-
-_AHEAD_BYTES = 16 << 20
-
-Buffer = bytes | bytearray | memoryview
-
-ChangeRows = Callable[[bytearray, TensorInfo], Buffer]
-"""From the bytes of some rows, and a description of them, to new bytes of the same shape."""
-
-
-@dataclass(frozen=True)
-class Patch:
-    """How the bytes of a tensor change.
-
-    Attributes:
-        change: called with one block of rows after another.
-        row_step: rows in a block are a multiple of this.
-        dtype: of the new bytes, by the format's own name; None keeps the tensor's.
-        recorded: whether the SHA-256 of the new bytes is wanted.
-    """
-
-    change: ChangeRows
-    row_step: int = 1
-    dtype: str | None = None
-    recorded: bool = True
 
 
 @dataclass(frozen=True)
@@ -122,6 +86,7 @@ def write_shard(
     plan: ShardPlan,
     patches: Mapping[str, Patch],
     advance: Callable[[int], None],
+    ahead_bytes: int = 16 << 20,
 ) -> WrittenShard:
     """Fill an empty file as planned.
 
@@ -131,6 +96,7 @@ def write_shard(
         plan: from `plan_shard`, for the same patches.
         patches: by tensor name; names that are not in this shard are left alone.
         advance: told the source's bytes that are done, after each step.
+        ahead_bytes: of changed blocks that wait to be written.
 
     Raises:
         CheckpointError: the source was cut short.
@@ -138,28 +104,16 @@ def write_shard(
         OSError: reading or writing failed.
     """
     whole = xxhash.xxh3_128()
-    blocks = {
-        name: list(_blocks(info, rows_at_once(info, patches[name].row_step)))
+    changes = {
+        name: TensorChange(name, info, patches[name])
         for name, info in plan.tensors.items()
         if name in patches
     }
-    hashes = {name: hashlib.sha256() for name in blocks if patches[name].recorded}
-
-    def new_bytes(name: str, block: TensorInfo) -> int:
-        return block.size_bytes * DTYPE_BITS[patches[name].dtype or block.dtype] // DTYPE_BITS[block.dtype]
-
-    def change(name: str, block: TensorInfo) -> Buffer:
-        patch = patches[name]
-        data = patch.change(read_at(source, block.start, block.end), block)
-        if memoryview(data).nbytes != new_bytes(name, block):
-            raise ValueError(f"the patch changes the size of tensor {name}")
-        if patch.recorded:
-            hashes[name].update(data)
-        return data
-
-    most = max((new_bytes(name, block) for name in blocks for block in blocks[name]), default=1)
     shared = plan.header is None and clone(source, target)
-    with NewFile(target, whole, shared=shared) as file, _Ahead(change, blocks, most) as changed:
+    with (
+        NewFile(target, whole, shared=shared) as file,
+        ChangedAhead(source, changes.values(), ahead_bytes) as changed,
+    ):
         if plan.header is not None:
             file.write(plan.header)
             advance(plan.source.data_start)
@@ -167,80 +121,13 @@ def write_shard(
             if name is None:
                 file.copy(source, start, end, advance)
                 continue
-            for block in blocks[name]:
+            for block in changes[name].blocks():
                 file.write(changed.next())
                 advance(block.size_bytes)
     return WrittenShard(
         FileRecord(size_bytes=file.size_bytes, xxh3_128=whole.hexdigest()),
-        {name: tensor.hexdigest() for name, tensor in hashes.items()},
+        {name: each.digest.hexdigest() for name, each in changes.items() if each.patch.recorded},
     )
-
-
-class _Ahead:
-    """Changes blocks in a thread, one after the other, some MB before they are written.
-
-    So the disk has work while they are changed, and the changing goes on while the disk is busy
-    with what is only copied.
-
-    Args:
-        change: gives the new bytes of a block of the named tensor.
-        blocks: of each tensor, in the order in which they will be wanted.
-        most_bytes: of the new bytes of a block.
-    """
-
-    def __init__(
-        self,
-        change: Callable[[str, TensorInfo], Buffer],
-        blocks: Mapping[str, Sequence[TensorInfo]],
-        most_bytes: int,
-    ) -> None:
-        self._change = change
-        self._upcoming = ((name, block) for name in blocks for block in blocks[name])
-        count = max(_AHEAD_BYTES // most_bytes, 2)
-        self._slots = cycle(memoryview(mmap.mmap(-1, most_bytes)) for _ in range(count))
-        self._count = count
-        self._thread = ThreadPoolExecutor(1)
-        self._pending: deque[Future[memoryview]] = deque()
-        self._fill()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._thread.shutdown(cancel_futures=True)
-
-    def next(self) -> memoryview:
-        """The next block's new bytes. They are overwritten at the next call."""
-        self._fill()
-        return self._pending.popleft().result()
-
-    def _fill(self) -> None:
-        while len(self._pending) < self._count and (upcoming := next(self._upcoming, None)):
-            job = self._thread.submit(self._put, next(self._slots), *upcoming)
-            self._pending.append(job)
-
-    def _put(self, slot: memoryview, name: str, block: TensorInfo) -> memoryview:
-        data = memoryview(self._change(name, block)).cast("B")
-        slot[: data.nbytes] = data
-        return slot[: data.nbytes]
-
-
-def rows_at_once(info: TensorInfo, row_step: int = 1) -> int:
-    """Rows of a block of at most `BLOCK_BYTES`, or one step of rows where that is larger."""
-    row_bytes = info.size_bytes // (info.shape[0] if info.shape else 1) if info.size_bytes else 1
-    return max(BLOCK_BYTES // max(row_bytes, 1) // row_step, 1) * row_step
-
-
-def read_blocks(path: Path, info: TensorInfo, rows: int) -> Iterator[bytearray]:
-    """The bytes of a tensor, some rows at a time.
-
-    Raises:
-        CheckpointError: the file was cut short.
-        OSError: reading failed.
-    """
-    with path.open("rb", buffering=0) as file:
-        for block in _blocks(info, rows):
-            yield read_at(file, block.start, block.end)
 
 
 def _segments(
@@ -261,16 +148,3 @@ def _segments(
             yield info.start, info.end, name
     if start < end:
         yield start, end, None
-
-
-def _blocks(info: TensorInfo, step: int) -> Iterator[TensorInfo]:
-    """Descriptions of `step` consecutive rows each; none of a tensor without elements."""
-    if not info.size_bytes:
-        return
-    rows = info.shape[0] if info.shape else 1
-    row_bytes = info.size_bytes // rows
-    for first in range(0, rows, step):
-        count = min(step, rows - first)
-        start = info.start + first * row_bytes
-        shape = (count, *info.shape[1:]) if info.shape else ()
-        yield replace(info, shape=shape, start=start, end=start + count * row_bytes)

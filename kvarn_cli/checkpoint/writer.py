@@ -26,12 +26,14 @@ from kvarn_cli.checkpoint.checkpoint import Checkpoint
 from kvarn_cli.checkpoint.disk_space import FULL, can_clone, check_space, disk_full
 from kvarn_cli.checkpoint.new_file import NewFile
 from kvarn_cli.checkpoint.safetensors_header import read_header
-from kvarn_cli.checkpoint.shard_stream import Patch, WrittenShard, plan_shard, write_shard
+from kvarn_cli.checkpoint.shard_stream import WrittenShard, plan_shard, write_shard
 from kvarn_cli.checkpoint.staging import Staging
+from kvarn_cli.checkpoint.tensor_changes import Patch
 from kvarn_cli.errors import CheckpointError, KvarnError
 from kvarn_cli.metadata import FileRecord
 
 _MOST_SHARDS_AT_ONCE = 4
+_AHEAD_BYTES = 16 << 20
 _METADATA_BYTES = 1 << 20
 
 
@@ -194,8 +196,9 @@ class CheckpointWriter:
             (name for name in self._shards if name not in self.files),
             key=lambda name: -self._shards[name].size_bytes,
         )
-        with ThreadPoolExecutor(min(os.cpu_count() or 1, _MOST_SHARDS_AT_ONCE)) as pool:
-            futures = [pool.submit(self._write_shard, name) for name in largest_first]
+        at_once = max(min(os.cpu_count() or 1, _MOST_SHARDS_AT_ONCE, len(largest_first)), 1)
+        with ThreadPoolExecutor(at_once) as pool:
+            futures = [pool.submit(self._write_shard, name, at_once) for name in largest_first]
             try:
                 done, _ = wait(futures, return_when=FIRST_EXCEPTION)
                 for future in done:
@@ -204,10 +207,10 @@ class CheckpointWriter:
                 self._stop.set()
                 pool.shutdown(cancel_futures=True)
 
-    def _write_shard(self, name: str) -> None:
-        plan = self._shards[name]
+    def _write_shard(self, name: str, at_once: int) -> None:
+        plan, ahead_bytes = self._shards[name], _AHEAD_BYTES // at_once
         with self._source(name) as source, self._new_file(name) as target:
-            written = write_shard(source, target, plan, self._patches, self._advance)
+            written = write_shard(source, target, plan, self._patches, self._advance, ahead_bytes)
         header = read_header(self.folder / name)
         names = list(plan.source.tensors)
         if header.file_bytes != plan.size_bytes or list(header.tensors) != names:

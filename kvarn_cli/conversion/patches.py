@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvarn_cli.checkpoint.checkpoint import Checkpoint
 from kvarn_cli.checkpoint.safetensors_header import TensorInfo
-from kvarn_cli.checkpoint.shard_stream import ChangeRows, Patch
+from kvarn_cli.checkpoint.tensor_changes import ChangeRows, Patch
 from kvarn_cli.errors import UnsupportedModelError
 from kvarn_cli.model.fusion import TensorRotation, tensor_rotations
 from kvarn_cli.model.layout import FUSIBLE_DTYPES, ModelLayout

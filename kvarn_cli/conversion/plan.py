@@ -11,8 +11,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from kvarn_cli.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from kvarn_cli.checkpoint.output_folder import check_before_work
 from kvarn_cli.checkpoint.remote_headers import RemoteHeaders
-from kvarn_cli.checkpoint.shard_stream import rows_at_once
 from kvarn_cli.checkpoint.source import Source, fetch_weights, resolve_source
+from kvarn_cli.checkpoint.tensor_blocks import rows_at_once
 from kvarn_cli.conversion.fusing import (
     RotationPlace,
     find_tensors,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kvarn_cli.checkpoint.checkpoint import Checkpoint
-from kvarn_cli.checkpoint.shard_stream import read_blocks, rows_at_once
+from kvarn_cli.checkpoint.tensor_blocks import read_blocks, rows_at_once
 from kvarn_cli.metadata import KVarNConfig, Rotation
 from kvarn_cli.model.fusion import put_heads, take_heads
 from kvarn_cli.model.layout import FUSIBLE_DTYPES, FoldedNorm, HeadSlices

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from kvarn_cli.checkpoint.checkpoint import CONFIG_NAME, Checkpoint, open_checkpoint
 from kvarn_cli.checkpoint.hashing import hash_file, new_hash
-from kvarn_cli.checkpoint.shard_stream import read_blocks, rows_at_once
 from kvarn_cli.checkpoint.sidecars import OTHER_WEIGHT_SUFFIXES
 from kvarn_cli.checkpoint.strict_json import read_object
+from kvarn_cli.checkpoint.tensor_blocks import read_blocks, rows_at_once
 from kvarn_cli.errors import CheckpointError, KvarnError, UsageError
 from kvarn_cli.metadata import MANIFEST_NAME, MODEL_CARD_NAME, KVarNConfig, Manifest
 from kvarn_cli.progress import Report, silent

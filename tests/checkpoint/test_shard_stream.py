@@ -10,7 +10,9 @@ from safetensors.numpy import load_file, save_file
 
 from kvarn_cli.checkpoint import shard_stream
 from kvarn_cli.checkpoint.safetensors_header import TensorInfo, read_header
-from kvarn_cli.checkpoint.shard_stream import Patch, WrittenShard, plan_shard, write_shard
+from kvarn_cli.checkpoint.shard_stream import WrittenShard, plan_shard, write_shard
+from kvarn_cli.checkpoint.tensor_blocks import BLOCK_BYTES
+from kvarn_cli.checkpoint.tensor_changes import Patch
 
 Array = np.ndarray[Any, Any]
 
@@ -85,7 +87,7 @@ def test_a_patch_is_given_blocks_of_whole_steps(row_step: int, path: Path) -> No
     assert all(rows % row_step == 0 for rows, _ in seen[:-1])
     if row_step < 600:
         assert len(seen) > 1
-        assert all(rows * 800 <= shard_stream.BLOCK_BYTES for rows, _ in seen)
+        assert all(rows * 800 <= BLOCK_BYTES for rows, _ in seen)
 
 
 def test_another_dtype_moves_the_rest_and_keeps_it_aligned(path: Path) -> None:

@@ -19,7 +19,8 @@ from kvarn_cli.checkpoint import writer as writer_module
 from kvarn_cli.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from kvarn_cli.checkpoint.output_folder import WorkFolder
 from kvarn_cli.checkpoint.safetensors_header import TensorInfo
-from kvarn_cli.checkpoint.shard_stream import Patch, ShardPlan, WrittenShard
+from kvarn_cli.checkpoint.shard_stream import ShardPlan, WrittenShard
+from kvarn_cli.checkpoint.tensor_changes import Patch
 from kvarn_cli.checkpoint.writer import CheckpointWriter
 from kvarn_cli.errors import (
     CheckpointError,

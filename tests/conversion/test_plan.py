@@ -111,7 +111,12 @@ def with_config(**changes):
         (with_config(kvarn_config={"format_version": 9}), CheckpointError, "format_version 9"),
         (add_gate, UnsupportedModelError, "layers.1.self_attn.gate_proj.weight may act"),
         (use_pickle, UnsupportedModelError, "only pytorch_model.bin"),
-        (break_index({"a": "model-00001.safetensors"}), CheckpointError, "which is missing"),
+        (
+            break_index({"a": "model-00001.safetensors", "b": "model.safetensors"}),
+            CheckpointError,
+            "model-00001.safetensors.*which is missing",
+        ),
+        (break_index({"a": "model-00001.safetensors"}), CheckpointError, "names other files"),
         (break_index({"a": "../../x.safetensors"}), CheckpointError, "a .safetensors file beside"),
         (break_index({"a": "model.safetensors"}), CheckpointError, "which does not hold it"),
         (cut_off, CheckpointError, "model.safetensors"),

@@ -23,7 +23,7 @@ from checkpoint_files import FIRST, SECOND, contents, save_checkpoint, tensors
 from kvarn_cli.checkpoint import new_file
 from kvarn_cli.checkpoint.checkpoint import open_checkpoint
 from kvarn_cli.checkpoint.safetensors_header import TensorInfo
-from kvarn_cli.checkpoint.shard_stream import Patch
+from kvarn_cli.checkpoint.tensor_changes import Patch
 from kvarn_cli.checkpoint.writer import CheckpointWriter
 from kvarn_cli.errors import UsageError
 

@@ -1,0 +1,121 @@
+"""What changes in tensors on their way into a new file, and the thread that changes them."""
+
+import hashlib
+import mmap
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import cycle, islice
+from typing import BinaryIO, Self
+
+from kvarn_cli.checkpoint.file_copy import read_at
+from kvarn_cli.checkpoint.hashing import Hash
+from kvarn_cli.checkpoint.safetensors_header import DTYPE_BITS, TensorInfo
+from kvarn_cli.checkpoint.tensor_blocks import BLOCK_BYTES, row_blocks, rows_at_once
+
+ChangeRows = Callable[[bytearray, TensorInfo], bytes | bytearray | memoryview]
+"""From the bytes of some rows, and a description of them, to new bytes of the same shape."""
+
+
+@dataclass(frozen=True)
+class Patch:
+    """How the bytes of a tensor change.
+
+    Attributes:
+        change: called with one block of rows after another.
+        row_step: rows in a block are a multiple of this.
+        dtype: of the new bytes, by the format's own name; None keeps the tensor's.
+        recorded: whether the SHA-256 of the new bytes is wanted.
+    """
+
+    change: ChangeRows
+    row_step: int = 1
+    dtype: str | None = None
+    recorded: bool = True
+
+
+@dataclass
+class TensorChange:
+    """A patch at work on its tensor.
+
+    Attributes:
+        name: of the tensor.
+        info: of the whole tensor in the source.
+        patch: what changes it.
+        digest: of the new bytes so far.
+    """
+
+    name: str
+    info: TensorInfo
+    patch: Patch
+    digest: Hash = field(default_factory=hashlib.sha256)
+
+    @property
+    def block_bytes(self) -> int:
+        """Most new bytes of one block."""
+        return max((self._new_bytes(block) for block in islice(self.blocks(), 1)), default=0)
+
+    def blocks(self) -> Iterator[TensorInfo]:
+        """What is changed at once."""
+        return row_blocks(self.info, rows_at_once(self.info, self.patch.row_step))
+
+    def change(self, source: BinaryIO, block: TensorInfo) -> memoryview:
+        """The new bytes of the next block."""
+        data = self.patch.change(read_at(source, block.start, block.end), block)
+        data = memoryview(data).cast("B")
+        if len(data) != self._new_bytes(block):
+            raise ValueError(f"the patch changes the size of tensor {self.name}")
+        if self.patch.recorded:
+            self.digest.update(data)
+        return data
+
+    def _new_bytes(self, block: TensorInfo) -> int:
+        bits = DTYPE_BITS[self.patch.dtype or block.dtype]
+        return block.size_bytes * bits // DTYPE_BITS[block.dtype]
+
+
+class ChangedAhead:
+    """Changes blocks in a thread, one after the other, some MB before they are written.
+
+    So the disk has work while they are changed, and the changing goes on while the disk is busy
+    with what is only copied.
+
+    Args:
+        source: the source's shard.
+        changes: in the order in which their blocks will be wanted.
+        most_bytes: of new bytes that wait, or one block where that is more.
+    """
+
+    def __init__(
+        self, source: BinaryIO, changes: Collection[TensorChange], most_bytes: int
+    ) -> None:
+        size = max([BLOCK_BYTES, *(each.block_bytes for each in changes)])
+        room = memoryview(mmap.mmap(-1, max(most_bytes // size, 1) * size))
+        self._slots = [room[start : start + size] for start in range(0, len(room), size)]
+        self._free = cycle(self._slots)
+        self._source = source
+        self._blocks = ((each, block) for each in changes for block in each.blocks())
+        self._thread = ThreadPoolExecutor(1)
+        self._pending: deque[Future[memoryview]] = deque()
+        self._fill()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._thread.shutdown(cancel_futures=True)
+
+    def next(self) -> memoryview:
+        """The next block's new bytes. They are overwritten at the next call."""
+        self._fill()
+        return self._pending.popleft().result()
+
+    def _fill(self) -> None:
+        while len(self._pending) < len(self._slots) and (block := next(self._blocks, None)):
+            self._pending.append(self._thread.submit(self._put, next(self._free), *block))
+
+    def _put(self, slot: memoryview, change: TensorChange, block: TensorInfo) -> memoryview:
+        data = change.change(self._source, block)
+        slot[: len(data)] = data
+        return slot[: len(data)]
