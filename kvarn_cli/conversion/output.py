@@ -1,11 +1,8 @@
 """Write the converted checkpoint and look it over before it gets its name. No transformers here."""
 
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
-
-import torch
 
 from kvarn_cli import __version__
 from kvarn_cli.checkpoint.checkpoint import CONFIG_NAME, Checkpoint
@@ -14,6 +11,7 @@ from kvarn_cli.checkpoint.weight_index import INDEX_NAME
 from kvarn_cli.checkpoint.writer import CheckpointWriter
 from kvarn_cli.metadata import CONFIG_KEY, MANIFEST_NAME, MODEL_CARD_NAME, KVarNConfig, Manifest
 from kvarn_cli.model.layout import FUSIBLE_DTYPES
+from kvarn_cli.model.torch_threads import one_thread_per_operation
 from kvarn_cli.verification.folder import require_sound, verify_folder
 
 _UNLISTED = (MODEL_CARD_NAME, MANIFEST_NAME)
@@ -39,7 +37,7 @@ def write_output(
         config |= _dtype_entries(checkpoint.config, dtype)
         if any(str(path) == INDEX_NAME for path in checkpoint.sidecars):
             own[INDEX_NAME] = _index(checkpoint, writer)
-    with _one_thread_for_each_shard():
+    with one_thread_per_operation():
         writer.copy(without={*own, MANIFEST_NAME})
     for name, content in own.items():
         writer.add_file(name, _json_bytes(content))
@@ -51,20 +49,6 @@ def write_output(
     writer.add_file(MANIFEST_NAME, _json_bytes(manifest.model_dump(mode="json", exclude_none=True)))
     require_sound(verify_folder(writer.folder, hashes=False), writer.folder)
     writer.commit()
-
-
-@contextmanager
-def _one_thread_for_each_shard() -> Iterator[None]:
-    """Several shards keep the cores busy; on small blocks more threads would wait for each other.
-
-    Threads that are started inside take the setting over.
-    """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _dtype_entries(config: Mapping[str, Any], dtype: str) -> dict[str, str]:

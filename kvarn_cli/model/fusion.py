@@ -161,14 +161,17 @@ def take_heads(rows: Tensor, heads: HeadSlices, first_row: int = 0) -> Tensor:
         first_row: index of the first row in the whole tensor.
 
     Returns:
-        [heads, other axis, head_dim], or [heads, head_dim] of a bias; dtype of `rows`.
+        [heads, other axis, head_dim], or [heads, head_dim] of a bias; dtype of `rows`. A view,
+        where the heads lie side by side.
     """
     parts = [
-        rows.narrow(heads.axis, start, heads.head_dim).movedim(heads.axis, -1)
-        for start in _starts(rows, heads, first_row)
+        rows.narrow(heads.axis, start, count * heads.head_dim)
+        .unflatten(heads.axis, (count, heads.head_dim))
+        .movedim((heads.axis, heads.axis + 1), (0, -1))
+        for start, count in _runs(_starts(rows, heads, first_row), heads.head_dim)
     ]
     empty = rows.new_empty(0, *rows.movedim(heads.axis, -1).shape[:-1], heads.head_dim)
-    return torch.stack(parts) if parts else empty
+    return parts[0] if len(parts) == 1 else torch.cat([empty, *parts])
 
 
 def put_heads(rows: Tensor, heads: HeadSlices, vectors: Tensor, first_row: int = 0) -> Tensor:

@@ -27,9 +27,7 @@ def rounding_error(stored: Tensor, original: torch.dtype) -> Tensor:
     rounded = torch.finfo(stored.dtype)
     arithmetic = torch.finfo(torch.promote_types(original, torch.float32))
     vectors = stored.double()
-    spread = vectors.square().mean(-1, keepdim=True).sqrt()
-    return (
-        rounded.eps / 2 * vectors.abs()
-        + rounded.smallest_normal * rounded.eps / 2
-        + vectors.shape[-1] * arithmetic.eps / 2 * spread
-    )
+    width = vectors.shape[-1]
+    spread = torch.linalg.vector_norm(vectors, dim=-1, keepdim=True) / width**0.5
+    absolute = rounded.smallest_normal * rounded.eps / 2 + width * arithmetic.eps / 2 * spread
+    return vectors.abs().mul_(rounded.eps / 2).add_(absolute)

@@ -37,7 +37,9 @@ All of this is made of sums over the rows of V and over those of O, so both are 
 (`head_blocks`) and nothing but the sums is kept: a few numbers for each channel of a head.
 """
 
+import os
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -48,12 +50,14 @@ from kvarn_cli.model.fusion import TensorRotation, tensor_rotations
 from kvarn_cli.model.head_blocks import HeadBlock, RowReader, head_blocks
 from kvarn_cli.model.layout import ONLINE_HINT, AttentionLayer, HeadSlices, ModelLayout
 from kvarn_cli.model.rounding_error import rounding_error
+from kvarn_cli.model.torch_threads import one_thread_per_operation
 from kvarn_cli.progress import Report, silent
 
 ALLOWED_ROUNDING = 4.0
 LARGEST_ROUNDING = 0.02
 
 _STAGE = "checking the weights"
+_MOST_LAYERS_AT_ONCE = 4
 _NUM_PROBES = 16
 _SEED = 20_260_603
 
@@ -98,9 +102,11 @@ def check_weights(
         rotations = tensor_rotations(layout, read=lambda name: torch.cat([*read(name)]))
     checks = []
     report(_STAGE, 0, len(layout.layers))
-    for layer in layout.layers:
-        checks.append(_check_layer(layer, read, rotations))
-        report(_STAGE, len(checks), len(layout.layers))
+    at_once = min(os.cpu_count() or 1, _MOST_LAYERS_AT_ONCE)
+    with one_thread_per_operation(), ThreadPoolExecutor(at_once) as pool:
+        for check in pool.map(lambda layer: _check_layer(layer, read, rotations), layout.layers):
+            checks.append(check)
+            report(_STAGE, len(checks), len(layout.layers))
     worst = max(checks, key=lambda check: check.largest_change)
     return WeightCheck(
         largest_change=worst.largest_change,
@@ -136,7 +142,7 @@ def _values(blocks: Iterable[HeadBlock], part: HeadSlices, *, is_bias: bool) -> 
         seen = _probes(block) if not is_bias else torch.ones(1, 1, dtype=torch.float64)
         before[block.heads] += block.before.double().mT @ seen
         after[block.heads] += block.after.double().mT @ seen
-        squares = rounding_error(block.after, block.before.dtype).square()
+        squares = rounding_error(block.after, block.before.dtype).square_()
         error[block.heads] += (squares * seen.square().sum(1)[:, None]).sum(1)
         alive[block.heads] |= block.before.abs().amax((1, 2)) > 0
     return _Values(before, after, error, alive)
@@ -178,7 +184,7 @@ def _outputs(
     part: HeadSlices,
     values: list[_Values],
     kv_heads: Tensor,
-    gains: tuple[Tensor, Tensor],
+    gains: tuple[Tensor, Tensor] | None,
 ) -> _Outputs:
     heads = len(part.starts)
     weight, error = torch.zeros(2, heads, part.head_dim, dtype=torch.float64)
@@ -187,9 +193,11 @@ def _outputs(
     output: dict[int, Tensor] = {}
     change: dict[int, Tensor] = {}
     for block in blocks:
-        old_weight, new_weight = block.before.double() * gains[0], block.after.double() * gains[1]
+        old_weight, new_weight = block.before.double(), block.after.double()
+        if gains is not None:
+            old_weight, new_weight = old_weight * gains[0], new_weight * gains[1]
         weight[block.heads] += new_weight.square().sum(1)
-        error[block.heads] += rounding_error(block.after, block.before.dtype).square().sum(1)
+        error[block.heads] += rounding_error(block.after, block.before.dtype).square_().sum(1)
         alive[block.heads] |= block.before.abs().amax((1, 2)) > 0
         for squares, value in zip(distance, values, strict=True):
             read = kv_heads[block.heads]
@@ -208,10 +216,10 @@ def _outputs(
 
 def _gains(
     layer: AttentionLayer, read: RowReader, rotations: Mapping[str, TensorRotation]
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor] | None:
     """What the norm multiplies the latent's channels by, before and after the fusion."""
     if layer.norm is None:
-        return torch.ones(1), torch.ones(1)
+        return None
     weight = torch.cat([*read(layer.norm.tensor)])
     return layer.norm.gain(weight), layer.norm.gain(rotations[layer.norm.tensor](weight))
 

@@ -22,12 +22,14 @@ from kvarn_cli.metadata import KVarNConfig, Rotation
 from kvarn_cli.model.fusion import put_heads, take_heads
 from kvarn_cli.model.layout import FUSIBLE_DTYPES, FoldedNorm, HeadSlices
 from kvarn_cli.model.rounding_error import rounding_error
+from kvarn_cli.model.torch_threads import one_thread_per_operation
 from kvarn_cli.progress import Report, silent
 from kvarn_cli.quantization.hadamard import rotation_matrix
 from kvarn_cli.tensor_bytes import read_rows, to_tensor
 from kvarn_cli.verification.folder import Check, read_metadata
 
 
+@one_thread_per_operation()
 def verify_against(
     converted: Checkpoint, source: Checkpoint, report: Report = silent
 ) -> tuple[Check, ...]:
