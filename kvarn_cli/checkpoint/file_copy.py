@@ -1,5 +1,6 @@
 """Reading, writing and sharing the bytes of files, whole or with an error."""
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -66,6 +67,13 @@ def read_into(source: BinaryIO, buffer: memoryview, position: int) -> int:
     if not count:
         raise CheckpointError(f"{source.name} was cut short while it was read")
     return count
+
+
+def will_read(source: BinaryIO, start: int, count: int) -> None:
+    """Ask the system to fetch what will be read soon, so that a cold disk does not wait for us."""
+    if hasattr(os, "posix_fadvise"):
+        with contextlib.suppress(OSError):
+            os.posix_fadvise(source.fileno(), start, count, os.POSIX_FADV_WILLNEED)
 
 
 def sync_folder(folder: Path) -> None:

@@ -9,10 +9,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import BinaryIO, Self
 
-from kvarn_cli.checkpoint.file_copy import read_into, write_at
+from kvarn_cli.checkpoint.file_copy import read_into, will_read, write_at
 from kvarn_cli.checkpoint.hashing import Hash
 
 _BUFFER_BYTES = 2 << 20
+_READ_AHEAD_BYTES = 8 << 20
 _ALIGNMENT = 4096
 
 
@@ -76,6 +77,7 @@ class NewFile:
             OSError: reading or writing failed.
         """
         while start < end:
+            will_read(source, start + _READ_AHEAD_BYTES, _BUFFER_BYTES)
             count = read_into(source, self._buffer[self._filled :][: end - start], start)
             start += count
             self._add(count, write=not self._shared)
