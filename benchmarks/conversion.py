@@ -7,7 +7,7 @@ Makes a synthetic checkpoint of Qwen3 layers in bfloat16 shards, then runs in tu
 process of its own and each up to the fsync of every file it wrote:
 
     cp -r                          the files as they are
-    load, rotate, save             through transformers, with the same rotation; --slow-runs times
+    load, rotate, save             through transformers, as one writes it in torch; --slow-runs times
     kvarn convert --no-validate    the whole command; seconds of the writing, and apart from it
                                    start-up, proof on a small instance, check of the real weights
     the writing alone              the same writer in a process that proves and checks nothing
@@ -74,13 +74,16 @@ LOAD_ROTATE_SAVE = (
     + """
 import torch
 from transformers import AutoModelForCausalLM
-from kvarn_cli.model.fusion import tensor_rotations
+from kvarn_cli.quantization.hadamard import fused_rotation
 start = time.perf_counter()
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype="auto")
-weights = dict(model.named_parameters())
+weights, rotation = dict(model.named_parameters()), fused_rotation(layout.head_dim)
 with torch.no_grad():
-    for name, rotate in tensor_rotations(layout).items():
-        weights[name].copy_(rotate(weights[name]))
+    for heads in slices:
+        weight = weights[heads.tensor]
+        by_head = weight.float().unflatten(heads.axis, (-1, layout.head_dim))
+        rotated = by_head @ rotation if heads.axis else rotation.T @ by_head
+        weight.copy_(rotated.view_as(weight))
 model.save_pretrained(sys.argv[2], max_shard_size="1GB")
 sys.stderr.write(f"\\nseconds {time.perf_counter() - start}\\n")
 """

@@ -43,7 +43,7 @@ class TensorChange:
         name: of the tensor.
         info: of the whole tensor in the source.
         patch: what changes it.
-        digest: of the new bytes so far.
+        digest: of the new bytes that were taken so far.
     """
 
     name: str
@@ -61,13 +61,11 @@ class TensorChange:
         return row_blocks(self.info, rows_at_once(self.info, self.patch.row_step))
 
     def change(self, source: BinaryIO, block: TensorInfo) -> memoryview:
-        """The new bytes of the next block."""
+        """The new bytes of a block."""
         data = self.patch.change(read_at(source, block.start, block.end), block)
         data = memoryview(data).cast("B")
         if len(data) != self._new_bytes(block):
             raise ValueError(f"the patch changes the size of tensor {self.name}")
-        if self.patch.recorded:
-            self.digest.update(data)
         return data
 
     def _new_bytes(self, block: TensorInfo) -> int:
@@ -97,7 +95,7 @@ class ChangedAhead:
         self._source = source
         self._blocks = ((each, block) for each in changes for block in each.blocks())
         self._thread = ThreadPoolExecutor(1)
-        self._pending: deque[Future[memoryview]] = deque()
+        self._pending: deque[tuple[TensorChange, Future[memoryview]]] = deque()
         self._fill()
 
     def __enter__(self) -> Self:
@@ -109,11 +107,16 @@ class ChangedAhead:
     def next(self) -> memoryview:
         """The next block's new bytes. They are overwritten at the next call."""
         self._fill()
-        return self._pending.popleft().result()
+        change, future = self._pending.popleft()
+        data = future.result()
+        if change.patch.recorded:
+            change.digest.update(data)
+        return data
 
     def _fill(self) -> None:
         while len(self._pending) < len(self._slots) and (block := next(self._blocks, None)):
-            self._pending.append(self._thread.submit(self._put, next(self._free), *block))
+            job = self._thread.submit(self._put, next(self._free), *block)
+            self._pending.append((block[0], job))
 
     def _put(self, slot: memoryview, change: TensorChange, block: TensorInfo) -> memoryview:
         data = change.change(self._source, block)
