@@ -7,7 +7,7 @@ Makes a synthetic checkpoint of Qwen3 layers in bfloat16 shards, then runs in tu
 process of its own and each up to the fsync of every file it wrote:
 
     cp -r                          the files as they are
-    load, rotate, save             through transformers, as one writes it in torch; --slow-runs times
+    load, rotate, save             through transformers, as torch users write it; --slow-runs times
     kvarn convert --no-validate    the whole command; seconds of the writing, and apart from it
                                    start-up, proof on a small instance, check of the real weights
     the writing alone              the same writer in a process that proves and checks nothing

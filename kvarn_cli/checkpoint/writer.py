@@ -196,7 +196,7 @@ class CheckpointWriter:
             (name for name in self._shards if name not in self.files),
             key=lambda name: -self._shards[name].size_bytes,
         )
-        at_once = max(min(os.cpu_count() or 1, _MOST_SHARDS_AT_ONCE, len(largest_first)), 1)
+        at_once = max(min(_MOST_SHARDS_AT_ONCE, len(largest_first)), 1)
         with ThreadPoolExecutor(at_once) as pool:
             futures = [pool.submit(self._write_shard, name, at_once) for name in largest_first]
             try:
