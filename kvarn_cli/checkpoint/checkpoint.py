@@ -79,7 +79,7 @@ class Checkpoint:
 def open_checkpoint(folder: Path, remote: ReadHeaders | None = None) -> Checkpoint:
     """Open a folder that holds `config.json` and safetensors weights, and check all its claims.
 
-    With an index, the weights are the shards that it names, whatever else lies beside them.
+    With an index, the weights are the shards that it names; see `read_weight_map`.
 
     Args:
         folder: holds the small files, and the shards unless they are elsewhere.

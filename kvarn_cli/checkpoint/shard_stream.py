@@ -1,6 +1,7 @@
 """Write one shard anew in a single pass: most bytes copied, some tensors changed block by block.
 
-Never more than a few blocks are in memory, whatever the size of a tensor.
+Never more than some MB are in memory, or a few rows where these are longer, whatever the size of a
+tensor.
 """
 
 from collections.abc import Callable, Iterator, Mapping

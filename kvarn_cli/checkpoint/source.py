@@ -1,17 +1,24 @@
 """From what the user calls a model to a folder on disk."""
 
+import contextlib
 import glob
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx2
-from huggingface_hub import snapshot_download
+from huggingface_hub import file_exists, snapshot_download
 from huggingface_hub.errors import HFValidationError
 
 from kvarn_cli.checkpoint.hub_errors import hub_error
 from kvarn_cli.checkpoint.sidecars import ORIGINAL_FOLDER, OTHER_WEIGHT_SUFFIXES
-from kvarn_cli.checkpoint.weight_index import read_weight_map, shard_names
+from kvarn_cli.checkpoint.weight_index import (
+    SINGLE_FILE_NAME,
+    names_single_file,
+    read_weight_map,
+    shard_names,
+    two_models,
+)
 from kvarn_cli.errors import UsageError
 
 _SNAPSHOT = re.compile(r"/(?:models--(?P<repo>[^/]+)/)?snapshots/(?P<commit>[0-9a-f]{40})")
@@ -69,6 +76,7 @@ def resolve_source(
     ignored = [*_ALL_WEIGHTS, f"{ORIGINAL_FOLDER}/*"]
     folder = _download(model, revision, token, cache_dir, ignore_patterns=ignored)
     source = Source(folder, model, folder.name, from_hub=True)
+    _refuse_two_models(source, token)
     if weights:
         fetch_weights(source, token=token, cache_dir=cache_dir)
     return source
@@ -93,6 +101,25 @@ def fetch_weights(
         _download(source.name, source.revision, token, cache_dir, allow_patterns=names)
 
 
+def _refuse_two_models(source: Source, token: str | None) -> None:
+    """Raise where the repository has a single file that its index does not name.
+
+    Where the Hub cannot be asked, the cache is all that any loader sees.
+    """
+    weight_map = read_weight_map(source.folder)
+    if weight_map is None or names_single_file(weight_map):
+        return
+    with contextlib.suppress(OSError, RuntimeError, httpx2.HTTPError):
+        if file_exists(
+            source.name, SINGLE_FILE_NAME, revision=source.revision, token=_plain(token)
+        ):
+            raise two_models(
+                f"{source.name} on the Hub",
+                hint="download the files that are right into a folder, and name that: "
+                f"hf download {source.name} --exclude {SINGLE_FILE_NAME} --local-dir FOLDER",
+            )
+
+
 def _find_locally(model: str) -> Path | None:
     looks_like_path = model.startswith((".", "/", "~"))
     try:
@@ -106,6 +133,13 @@ def _find_locally(model: str) -> Path | None:
     if looks_like_path:
         raise UsageError(f"the folder {model} does not exist")
     return None
+
+
+def _plain(token: str | None) -> str | None:
+    token = (token or "").strip() or None
+    if token and not _TOKEN.fullmatch(token):
+        raise UsageError("the token has characters that no token has", hint="copy it once more")
+    return token
 
 
 def _describe(folder: Path) -> Source:
@@ -129,9 +163,7 @@ def _download(
     ignore_patterns: list[str] | None = None,
 ) -> Path:
     """Download what the patterns choose, and give the snapshot's folder, named by its commit."""
-    token = (token or "").strip() or None
-    if token and not _TOKEN.fullmatch(token):
-        raise UsageError("the token has characters that no token has", hint="copy it once more")
+    token = _plain(token)
     try:
         return Path(
             snapshot_download(

@@ -1,5 +1,6 @@
 """Which weight files a checkpoint consists of: its index, or one file alone."""
 
+from collections.abc import Mapping
 from pathlib import Path, PurePath
 
 from kvarn_cli.checkpoint.strict_json import quoted, read_object
@@ -31,14 +32,27 @@ def read_weight_map(folder: Path) -> dict[str, str] | None:
                 f"{path} places tensor {quoted(tensor)} in {said}; "
                 "it must name a .safetensors file beside it"
             )
-    if SINGLE_FILE_NAME not in weight_map.values() and (folder / SINGLE_FILE_NAME).exists():
-        raise CheckpointError(
-            f"{path} names other files than the {SINGLE_FILE_NAME} beside it, which transformers "
-            "would load in their place",
+    if not names_single_file(weight_map) and (folder / SINGLE_FILE_NAME).exists():
+        raise two_models(
+            f"{folder}",
             hint=f"one of the two is out of date: move away {SINGLE_FILE_NAME}, or the index with "
             "the files that it names",
         )
     return weight_map
+
+
+def names_single_file(weight_map: Mapping[str, str]) -> bool:
+    """Whether the index is of the file that transformers loads first, where there is one."""
+    return SINGLE_FILE_NAME in weight_map.values()
+
+
+def two_models(where: str, hint: str) -> CheckpointError:
+    """The refusal of an index beside a single file that it does not name."""
+    return CheckpointError(
+        f"{where} has a {INDEX_NAME} that names other files than the {SINGLE_FILE_NAME} beside it, "
+        "which transformers would load in their place",
+        hint=hint,
+    )
 
 
 def shard_names(weight_map: dict[str, str] | None) -> list[str]:

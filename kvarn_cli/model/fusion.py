@@ -116,8 +116,9 @@ def rotate_heads(
         parts = (_parts(tensor, heads.axis, _PART_ENTRIES // channels) for tensor in both)
         for part, target in zip(*parts, strict=True):
             states = part.to(wide, copy=True, memory_format=torch.contiguous_format)
-            before = count * math.prod(part.shape[: heads.axis])
-            target.copy_(_times(states, factors, before).view_as(part))
+            after = math.prod(part.shape[heads.axis + 1 :])
+            product = _times(states.view(-1, heads.head_dim, after), factors)
+            target.copy_(product.view_as(part))
     return rotated
 
 
@@ -126,19 +127,18 @@ def _parts(tensor: Tensor, axis: int, size: int) -> Iterable[Tensor]:
     return tensor.split(max(size, 1), 1 - axis) if tensor.ndim > 1 else [tensor]
 
 
-def _times(states: Tensor, factors: Sequence[Tensor], before: int) -> Tensor:
+def _times(states: Tensor, factors: Sequence[Tensor]) -> Tensor:
     """Multiply by the Kronecker product of some matrices from the right, one after the other.
 
     Args:
-        states: contiguous, in effect [before, channels of a head, others]; overwritten.
+        states: [before, channels of a head, after], contiguous; overwritten.
         factors: the matrices.
-        before: how many heads' channels are multiplied.
 
     Returns:
-        As many entries as `states`.
+        As many entries as `states`, in their order.
     """
     product = torch.empty_like(states)
-    after = states.numel() // before
+    before, after = len(states), states[:1].numel()
     for factor in factors:
         order = len(factor)
         after //= order
@@ -301,7 +301,7 @@ class _Checked:
                 raise CheckpointError(f"{name} holds NaN or infinity")
             raise UnsupportedModelError(
                 f"{name} overflows {rotated.dtype} when rotated: its largest magnitude is "
-                f"{rows.abs().max().item():.4g}",
+                f"{scaled.abs().max().item():.4g}",
                 hint=f"pass --dtype bfloat16, or {ONLINE_HINT}",
             )
         return rotated

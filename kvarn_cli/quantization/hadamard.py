@@ -77,14 +77,14 @@ def fused_rotation_factors(head_dim: int) -> tuple[Tensor, Tensor]:
     with R 128.
 
     Returns:
-        A of signs and B of signs divided by √head_dim, float64.
+        A of signs divided by √head_dim, so that what it makes stays small, and B of signs; float64.
     """
     columns = min(16, 4 ** ((head_dim.bit_length() - 1) // 2))
     left, right = (
         hadamard_matrix(order, dtype=torch.float64).sign() * bent_signs(order)
         for order in (head_dim // columns, columns)
     )
-    return left, right / head_dim**0.5
+    return left / head_dim**0.5, right
 
 
 def rotation_matrix(

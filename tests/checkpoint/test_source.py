@@ -5,7 +5,7 @@ from typing import Any
 import httpx2
 import pytest
 from checkpoint_files import FIRST, INDEX, SECOND, write_index
-from huggingface_hub.errors import HFValidationError
+from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled
 from huggingface_hub.utils import filter_repo_objects, validate_repo_id
 
 from kvarn_cli.checkpoint import source
@@ -31,6 +31,11 @@ class Hub:
         patterns = {key: arguments.get(key) for key in ("allow_patterns", "ignore_patterns")}
         self.fetched += filter_repo_objects(self.files, **patterns)
         return str(self.snapshot)
+
+    def has(self, model: str, name: str, **arguments: Any) -> bool:
+        """Stands for `file_exists`."""
+        self.calls.append(arguments)
+        return name in self.files
 
 
 @pytest.fixture
@@ -95,19 +100,50 @@ def test_downloads_only_the_weights_that_the_index_names(
     small = ["config.json", INDEX, "tokenizer.json", "custom.py"]
     unused = [
         "consolidated.safetensors",
-        "model.safetensors",
         "onnx/model.onnx",
         "original/params.json",
         "pytorch_model.bin",
     ]
     hub = Hub(snapshot, *small, *unused, FIRST, SECOND)
     monkeypatch.setattr(source, "snapshot_download", hub)
+    monkeypatch.setattr(source, "file_exists", hub.has)
     write_index(snapshot, {"a": FIRST, "b": SECOND})
     found = resolve_source("org/name", revision="main", token=SECRET, cache_dir=tmp_path)
     assert found == Source(snapshot, "org/name", COMMIT, from_hub=True)
     assert hub.fetched == [*small, FIRST, SECOND]
-    assert [call["revision"] for call in hub.calls] == ["main", COMMIT]
-    assert all(call["token"] == SECRET and call["cache_dir"] == tmp_path for call in hub.calls)
+    assert [call["revision"] for call in hub.calls] == ["main", COMMIT, COMMIT]
+    assert all(call["token"] == SECRET for call in hub.calls)
+    assert [call.get("cache_dir") for call in hub.calls] == [tmp_path, None, tmp_path]
+
+
+def test_refuses_a_single_file_on_the_hub_that_the_index_does_not_name(
+    snapshot: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = Hub(snapshot, "config.json", INDEX, FIRST, "model.safetensors")
+    monkeypatch.setattr(source, "snapshot_download", hub)
+    monkeypatch.setattr(source, "file_exists", hub.has)
+    write_index(snapshot, {"a": FIRST})
+    with pytest.raises(
+        CheckpointError, match="org/name on the Hub has a .* names other"
+    ) as refused:
+        resolve_source("org/name", weights=False)
+    assert "hf download org/name --exclude model.safetensors" in str(refused.value.hint)
+    assert hub.fetched == ["config.json", INDEX]
+
+
+def test_a_hub_that_cannot_be_asked_leaves_it_to_the_cache(
+    snapshot: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def offline(*names: str, **arguments: Any) -> bool:
+        raise OfflineModeIsEnabled("HF_HUB_OFFLINE is set")
+
+    monkeypatch.setattr(source, "snapshot_download", Hub(snapshot, FIRST))
+    monkeypatch.setattr(source, "file_exists", offline)
+    write_index(snapshot, {"a": FIRST})
+    assert resolve_source("org/name").folder == snapshot
+    (snapshot / "model.safetensors").touch()
+    with pytest.raises(CheckpointError, match="names other files"):
+        resolve_source("org/name")
 
 
 def test_downloads_a_single_file(snapshot: Path, monkeypatch: pytest.MonkeyPatch) -> None:

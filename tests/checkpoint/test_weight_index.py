@@ -49,7 +49,7 @@ def test_refuses_names_that_could_lead_elsewhere(shard: object, tmp_path: Path) 
 def test_refuses_an_index_beside_a_single_file_that_it_does_not_name(tmp_path: Path) -> None:
     (tmp_path / SINGLE).touch()
     write_index(tmp_path, {"a": "1.safetensors"})
-    with pytest.raises(CheckpointError, match=f"{INDEX} names other files than the {SINGLE}"):
+    with pytest.raises(CheckpointError, match=f"{INDEX} that names other files than the {SINGLE}"):
         read_weight_map(tmp_path)
     write_index(tmp_path, {"a": SINGLE, "b": "1.safetensors"})
     assert read_weight_map(tmp_path) is not None

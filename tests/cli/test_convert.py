@@ -10,7 +10,7 @@ import pytest
 from awkward_checkpoint import edit_config, marker_of
 from hub_process import run_python
 from kvarn_process import KVARN, assert_refused, environment, error_of, run_kvarn
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, load_file, save, save_file
 
 
 def names_in(folder):
@@ -267,6 +267,20 @@ def test_what_cannot_be_converted_is_refused_before_its_weights_come(
     assert_refused(outcome, exit_code, "hint: ")
     assert hub.asked("GET", "config.json")
     assert not any("safetensors" in request.path for request in hub.requests)
+
+
+def test_two_models_in_one_repository_are_refused_before_any_weights_come(hub, hub_files, tmp_path):
+    """As after a sharded upload over an old single file, which transformers would load."""
+    shard = "model-00001-of-00001.safetensors"
+    tensors = load(hub_files["model.safetensors"])
+    index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, shard)}
+    both = {"model.safetensors.index.json": json.dumps(index).encode(), shard: save(tensors)}
+    hub.add_repository("alice/both", hub_files | both)
+    for options in (["--dry-run"], ["-o", tmp_path / "out"]):
+        outcome = on_hub(hub, tmp_path, "convert", "alice/both", *options)
+        assert_refused(outcome, 6, "hf download alice/both --exclude model.safetensors")
+    fetched = {request.path for request in hub.requests if request.method == "GET"}
+    assert not any(path.endswith(".safetensors") for path in fetched)
 
 
 def test_without_a_network_the_hub_cannot_be_asked(hub, tmp_path):

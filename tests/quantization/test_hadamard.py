@@ -40,7 +40,7 @@ def test_the_fused_rotation_is_h_with_bent_signs_and_has_small_factors(order):
     expected = hadamard_matrix(order, dtype=torch.float64) * signs
     assert torch.equal(fused_rotation(order, dtype=torch.float64), expected)
     left, right = fused_rotation_factors(order)
-    assert set(left.flatten().tolist()) <= {1.0, -1.0}
+    assert set(right.flatten().tolist()) <= {1.0, -1.0}
     assert max(len(left), len(right)) <= max(16, order // 16)
 
 
