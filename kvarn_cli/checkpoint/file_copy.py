@@ -70,9 +70,13 @@ def read_into(source: BinaryIO, buffer: memoryview, position: int) -> int:
 
 
 def will_read(source: BinaryIO, start: int, count: int) -> None:
-    """Ask the system to fetch what will be read soon, so that a cold disk does not wait for us."""
-    if hasattr(os, "posix_fadvise"):
-        with contextlib.suppress(OSError):
+    """Ask the system to fetch what will be read soon, unless it lies in memory already."""
+    if not hasattr(os, "posix_fadvise"):
+        return
+    with contextlib.suppress(OSError):
+        try:
+            os.preadv(source.fileno(), [bytearray(1)], start, os.RWF_NOWAIT)
+        except OSError:
             os.posix_fadvise(source.fileno(), start, count, os.POSIX_FADV_WILLNEED)
 
 

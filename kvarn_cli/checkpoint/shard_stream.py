@@ -18,7 +18,7 @@ from kvarn_cli.checkpoint.safetensors_header import (
     TensorInfo,
     encode_header,
 )
-from kvarn_cli.checkpoint.tensor_changes import ChangedAhead, Patch, TensorChange
+from kvarn_cli.checkpoint.tensor_changes import ChangedAhead, Patch, TensorChange, Workers
 from kvarn_cli.metadata import FileRecord
 
 
@@ -87,7 +87,7 @@ def write_shard(
     plan: ShardPlan,
     patches: Mapping[str, Patch],
     advance: Callable[[int], None],
-    ahead_bytes: int = 16 << 20,
+    workers: Workers,
 ) -> WrittenShard:
     """Fill an empty file as planned.
 
@@ -97,7 +97,7 @@ def write_shard(
         plan: from `plan_shard`, for the same patches.
         patches: by tensor name; names that are not in this shard are left alone.
         advance: told the source's bytes that are done, after each step.
-        ahead_bytes: of changed blocks that wait to be written.
+        workers: change the blocks of tensors.
 
     Raises:
         CheckpointError: the source was cut short.
@@ -113,7 +113,7 @@ def write_shard(
     shared = plan.header is None and clone(source, target)
     with (
         NewFile(target, whole, shared=shared) as file,
-        ChangedAhead(source, changes.values(), ahead_bytes) as changed,
+        ChangedAhead(source, changes.values(), workers) as changed,
     ):
         if plan.header is not None:
             file.write(plan.header)

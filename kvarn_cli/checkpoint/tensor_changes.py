@@ -4,7 +4,7 @@ import hashlib
 import mmap
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, wait
 from dataclasses import dataclass, field
 from itertools import cycle, islice
 from typing import BinaryIO, Self
@@ -73,28 +73,42 @@ class TensorChange:
         return block.size_bytes * bits // DTYPE_BITS[block.dtype]
 
 
+@dataclass(frozen=True)
+class Workers:
+    """Who changes blocks ahead of the writing.
+
+    Attributes:
+        threads: shared by all shards at work. Each keeps some MB of buffers for its products, so
+            it is their number that counts.
+        ahead_bytes: of new bytes that may wait in one shard, or one block where that is more.
+    """
+
+    threads: Executor
+    ahead_bytes: int
+
+
 class ChangedAhead:
-    """Changes blocks in a thread, one after the other, some MB before they are written.
+    """Has blocks changed by other threads, some MB before they are written.
 
     So the disk has work while they are changed, and the changing goes on while the disk is busy
     with what is only copied.
 
     Args:
-        source: the source's shard.
+        source: the source's shard; open until the context has ended.
         changes: in the order in which their blocks will be wanted.
-        most_bytes: of new bytes that wait, or one block where that is more.
+        workers: who does it.
     """
 
     def __init__(
-        self, source: BinaryIO, changes: Collection[TensorChange], most_bytes: int
+        self, source: BinaryIO, changes: Collection[TensorChange], workers: Workers
     ) -> None:
         size = max([BLOCK_BYTES, *(each.block_bytes for each in changes)])
-        room = memoryview(mmap.mmap(-1, max(most_bytes // size, 1) * size))
+        room = memoryview(mmap.mmap(-1, max(workers.ahead_bytes // size, 1) * size))
         self._slots = [room[start : start + size] for start in range(0, len(room), size)]
         self._free = cycle(self._slots)
         self._source = source
         self._blocks = ((each, block) for each in changes for block in each.blocks())
-        self._thread = ThreadPoolExecutor(1)
+        self._threads = workers.threads
         self._pending: deque[tuple[TensorChange, Future[memoryview]]] = deque()
         self._fill()
 
@@ -102,7 +116,10 @@ class ChangedAhead:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._thread.shutdown(cancel_futures=True)
+        jobs = [job for _, job in self._pending]
+        for job in jobs:
+            job.cancel()
+        wait(jobs)
 
     def next(self) -> memoryview:
         """The next block's new bytes. They are overwritten at the next call."""
@@ -115,7 +132,7 @@ class ChangedAhead:
 
     def _fill(self) -> None:
         while len(self._pending) < len(self._slots) and (block := next(self._blocks, None)):
-            job = self._thread.submit(self._put, next(self._free), *block)
+            job = self._threads.submit(self._put, next(self._free), *block)
             self._pending.append((block[0], job))
 
     def _put(self, slot: memoryview, change: TensorChange, block: TensorInfo) -> memoryview:

@@ -28,7 +28,7 @@ from kvarn_cli.checkpoint.new_file import NewFile
 from kvarn_cli.checkpoint.safetensors_header import read_header
 from kvarn_cli.checkpoint.shard_stream import WrittenShard, plan_shard, write_shard
 from kvarn_cli.checkpoint.staging import Staging
-from kvarn_cli.checkpoint.tensor_changes import Patch
+from kvarn_cli.checkpoint.tensor_changes import Patch, Workers
 from kvarn_cli.errors import CheckpointError, KvarnError
 from kvarn_cli.metadata import FileRecord
 
@@ -197,8 +197,10 @@ class CheckpointWriter:
             key=lambda name: -self._shards[name].size_bytes,
         )
         at_once = max(min(_MOST_SHARDS_AT_ONCE, len(largest_first)), 1)
-        with ThreadPoolExecutor(at_once) as pool:
-            futures = [pool.submit(self._write_shard, name, at_once) for name in largest_first]
+        cores = min(os.cpu_count() or 1, _MOST_SHARDS_AT_ONCE)
+        with ThreadPoolExecutor(cores) as threads, ThreadPoolExecutor(at_once) as pool:
+            workers = Workers(threads, _AHEAD_BYTES // at_once)
+            futures = [pool.submit(self._write_shard, name, workers) for name in largest_first]
             try:
                 done, _ = wait(futures, return_when=FIRST_EXCEPTION)
                 for future in done:
@@ -207,10 +209,10 @@ class CheckpointWriter:
                 self._stop.set()
                 pool.shutdown(cancel_futures=True)
 
-    def _write_shard(self, name: str, at_once: int) -> None:
-        plan, ahead_bytes = self._shards[name], _AHEAD_BYTES // at_once
+    def _write_shard(self, name: str, workers: Workers) -> None:
+        plan = self._shards[name]
         with self._source(name) as source, self._new_file(name) as target:
-            written = write_shard(source, target, plan, self._patches, self._advance, ahead_bytes)
+            written = write_shard(source, target, plan, self._patches, self._advance, workers)
         header = read_header(self.folder / name)
         names = list(plan.source.tensors)
         if header.file_bytes != plan.size_bytes or list(header.tensors) != names:

@@ -1,4 +1,5 @@
 import hashlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from kvarn_cli.checkpoint import shard_stream
 from kvarn_cli.checkpoint.safetensors_header import TensorInfo, read_header
 from kvarn_cli.checkpoint.shard_stream import WrittenShard, plan_shard, write_shard
 from kvarn_cli.checkpoint.tensor_blocks import BLOCK_BYTES
-from kvarn_cli.checkpoint.tensor_changes import Patch
+from kvarn_cli.checkpoint.tensor_changes import Patch, Workers
 
 Array = np.ndarray[Any, Any]
 
@@ -42,8 +43,12 @@ def stream(path: Path, patches: dict[str, Patch]) -> tuple[Path, WrittenShard, l
     steps: list[int] = []
     target = path.with_name("new.safetensors")
     plan = plan_shard(read_header(path), patches)
-    with path.open("rb", buffering=0) as source, target.open("wb", buffering=0) as file:
-        written = write_shard(source, file, plan, patches, steps.append)
+    with (
+        path.open("rb", buffering=0) as source,
+        target.open("wb", buffering=0) as file,
+        ThreadPoolExecutor(2) as threads,
+    ):
+        written = write_shard(source, file, plan, patches, steps.append, Workers(threads, 1 << 20))
     assert target.stat().st_size == plan.size_bytes == written.record.size_bytes
     return target, written, steps
 

@@ -1,6 +1,8 @@
 """Blocks that are changed ahead of the writing: in order, and no more than there is room for."""
 
 import hashlib
+from collections.abc import Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO
 
@@ -8,7 +10,7 @@ import pytest
 
 from kvarn_cli.checkpoint.safetensors_header import TensorInfo
 from kvarn_cli.checkpoint.tensor_blocks import BLOCK_BYTES
-from kvarn_cli.checkpoint.tensor_changes import ChangedAhead, Patch, TensorChange
+from kvarn_cli.checkpoint.tensor_changes import ChangedAhead, Patch, TensorChange, Workers
 
 ROWS = 40
 ROW_BYTES = BLOCK_BYTES // 2
@@ -22,6 +24,12 @@ def source(tmp_path: Path) -> BinaryIO:
     return path.open("rb", buffering=0)
 
 
+@pytest.fixture(params=[1, 3])
+def threads(request: pytest.FixtureRequest) -> Iterator[Executor]:
+    with ThreadPoolExecutor(request.param) as threads:
+        yield threads
+
+
 def changes(patch: Patch) -> list[TensorChange]:
     infos = [TensorInfo("I8", (ROWS, ROW_BYTES), at, at + SIZE) for at in (0, SIZE)]
     return [TensorChange(name, info, patch) for name, info in zip("ab", infos, strict=True)]
@@ -32,9 +40,9 @@ def inverted(data: bytearray, info: TensorInfo) -> bytes:
 
 
 @pytest.mark.parametrize("most_bytes", [0, 3 * BLOCK_BYTES, 100 * BLOCK_BYTES])
-def test_blocks_come_in_order(source: BinaryIO, most_bytes: int) -> None:
+def test_blocks_come_in_order(source: BinaryIO, threads: Executor, most_bytes: int) -> None:
     both = changes(Patch(inverted))
-    with source, ChangedAhead(source, both, most_bytes) as changed:
+    with source, ChangedAhead(source, both, Workers(threads, most_bytes)) as changed:
         result = b"".join(bytes(changed.next()) for _ in range(ROWS))
     expected = [bytes([255 - row]) * ROW_BYTES for row in range(2 * ROWS)]
     assert result == b"".join(expected)
@@ -42,21 +50,24 @@ def test_blocks_come_in_order(source: BinaryIO, most_bytes: int) -> None:
         assert change.digest.hexdigest() == hashlib.sha256(b"".join(part)).hexdigest()
 
 
-def test_no_more_are_changed_than_there_is_room_for(source: BinaryIO) -> None:
+def test_no_more_are_changed_than_there_is_room_for(source: BinaryIO, threads: Executor) -> None:
     seen: list[int] = []
 
     def look(data: bytearray, info: TensorInfo) -> bytearray:
         seen.append(info.start)
         return data
 
-    with source, ChangedAhead(source, changes(Patch(look)), 4 * BLOCK_BYTES) as changed:
+    with (
+        source,
+        ChangedAhead(source, changes(Patch(look)), Workers(threads, 4 * BLOCK_BYTES)) as changed,
+    ):
         for taken in range(1, 11):
             changed.next()
             assert len(seen) <= taken + 3
-    assert seen == [block * BLOCK_BYTES for block in range(len(seen))]
+    assert sorted(seen) == [block * BLOCK_BYTES for block in range(len(seen))]
 
 
-def test_a_failure_comes_with_the_block_that_failed(source: BinaryIO) -> None:
+def test_a_failure_comes_with_the_block_that_failed(source: BinaryIO, threads: Executor) -> None:
     def refuse_the_third(data: bytearray, info: TensorInfo) -> bytearray:
         if info.start == 2 * BLOCK_BYTES:
             raise ArithmeticError(f"at {info.start}")
@@ -64,7 +75,9 @@ def test_a_failure_comes_with_the_block_that_failed(source: BinaryIO) -> None:
 
     with (
         source,
-        ChangedAhead(source, changes(Patch(refuse_the_third)), 8 * BLOCK_BYTES) as changed,
+        ChangedAhead(
+            source, changes(Patch(refuse_the_third)), Workers(threads, 8 * BLOCK_BYTES)
+        ) as changed,
     ):
         changed.next()
         changed.next()
@@ -72,11 +85,11 @@ def test_a_failure_comes_with_the_block_that_failed(source: BinaryIO) -> None:
             changed.next()
 
 
-def test_new_bytes_of_another_size_are_refused(source: BinaryIO) -> None:
+def test_new_bytes_of_another_size_are_refused(source: BinaryIO, threads: Executor) -> None:
     shorten = Patch(lambda data, info: data[1:])
     with (
         source,
-        ChangedAhead(source, changes(shorten), 0) as changed,
+        ChangedAhead(source, changes(shorten), Workers(threads, 0)) as changed,
         pytest.raises(ValueError, match="changes the size of tensor a"),
     ):
         changed.next()
