@@ -43,7 +43,7 @@ class TensorChange:
         name: of the tensor.
         info: of the whole tensor in the source.
         patch: what changes it.
-        digest: of the new bytes that were taken so far.
+        digest: of the new bytes so far.
     """
 
     name: str
@@ -109,33 +109,40 @@ class ChangedAhead:
         self._source = source
         self._blocks = ((each, block) for each in changes for block in each.blocks())
         self._threads = workers.threads
-        self._pending: deque[tuple[TensorChange, Future[memoryview]]] = deque()
+        self._pending: deque[Future[memoryview]] = deque()
+        self._latest: Future[memoryview] | None = None
         self._fill()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
-        jobs = [job for _, job in self._pending]
-        for job in jobs:
+        for job in self._pending:
             job.cancel()
-        wait(jobs)
+        wait(self._pending)
 
     def next(self) -> memoryview:
         """The next block's new bytes. They are overwritten at the next call."""
         self._fill()
-        change, future = self._pending.popleft()
-        data = future.result()
-        if change.patch.recorded:
-            change.digest.update(data)
-        return data
+        return self._pending.popleft().result()
 
     def _fill(self) -> None:
         while len(self._pending) < len(self._slots) and (block := next(self._blocks, None)):
-            job = self._threads.submit(self._put, next(self._free), *block)
-            self._pending.append((block[0], job))
+            slot, previous = next(self._free), self._latest
+            self._latest = self._threads.submit(self._put, slot, previous, *block)
+            self._pending.append(self._latest)
 
-    def _put(self, slot: memoryview, change: TensorChange, block: TensorInfo) -> memoryview:
+    def _put(
+        self,
+        slot: memoryview,
+        previous: Future[memoryview] | None,
+        change: TensorChange,
+        block: TensorInfo,
+    ) -> memoryview:
         data = change.change(self._source, block)
         slot[: len(data)] = data
+        if previous is not None:
+            previous.result()  # so that the digest takes one block after the other
+        if change.patch.recorded:
+            change.digest.update(data)
         return slot[: len(data)]
