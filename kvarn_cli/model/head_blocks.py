@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvarn_cli.model.fusion import TensorRotation, take_heads
+from kvarn_cli.model.fusion import TensorRotation
+from kvarn_cli.model.heads import take_heads
 from kvarn_cli.model.layout import HeadSlices
 
 RowReader = Callable[[str], Iterable[Tensor]]

@@ -253,7 +253,7 @@ class KVarNHybridLayer(  # type: ignore[misc, override, unused-ignore]
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the sequences with these indices."""
-        LinearAttentionLayer.reorder_cache(self, indices)  # type: ignore[arg-type]
+        LinearAttentionLayer.reorder_cache(self, indices)  # type: ignore[arg-type]  # any integers do
         KVarNLayer.batch_select_indices(self, indices.to(self.device))
 
 

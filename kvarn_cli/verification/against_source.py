@@ -19,7 +19,7 @@ from torch import Tensor
 from kvarn_cli.checkpoint.checkpoint import Checkpoint
 from kvarn_cli.checkpoint.tensor_blocks import read_blocks, rows_at_once
 from kvarn_cli.metadata import KVarNConfig, Rotation
-from kvarn_cli.model.fusion import put_heads, take_heads
+from kvarn_cli.model.heads import put_heads, take_heads
 from kvarn_cli.model.layout import FUSIBLE_DTYPES, FoldedNorm, HeadSlices
 from kvarn_cli.model.rounding_error import rounding_error
 from kvarn_cli.model.torch_threads import one_thread_per_operation
