@@ -2,13 +2,13 @@
 
 import errno
 import fcntl
-import mmap
 import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import BinaryIO, Self
 
+from kvarn_cli.checkpoint.buffers import huge_buffer
 from kvarn_cli.checkpoint.file_copy import read_into, will_read, write_at
 from kvarn_cli.checkpoint.hashing import Hash
 
@@ -37,7 +37,7 @@ class NewFile:
         self._shared = shared
         self._flags = fcntl.fcntl(target, fcntl.F_GETFL)
         self._direct = not shared and _go_direct(target, self._flags)
-        self._buffer, self._other = (memoryview(mmap.mmap(-1, _BUFFER_BYTES)) for _ in range(2))
+        self._buffer, self._other = (huge_buffer(_BUFFER_BYTES) for _ in range(2))
         self._filled = 0
         self._changed: list[slice] = []
         self._position = 0

@@ -1,7 +1,6 @@
 """What changes in tensors on their way into a new file, and the thread that changes them."""
 
 import hashlib
-import mmap
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Executor, Future, wait
@@ -9,6 +8,7 @@ from dataclasses import dataclass, field
 from itertools import cycle, islice
 from typing import BinaryIO, Self
 
+from kvarn_cli.checkpoint.buffers import huge_buffer
 from kvarn_cli.checkpoint.file_copy import read_at
 from kvarn_cli.checkpoint.hashing import Hash
 from kvarn_cli.checkpoint.safetensors_header import DTYPE_BITS, TensorInfo
@@ -103,7 +103,7 @@ class ChangedAhead:
         self, source: BinaryIO, changes: Collection[TensorChange], workers: Workers
     ) -> None:
         size = max([BLOCK_BYTES, *(each.block_bytes for each in changes)])
-        room = memoryview(mmap.mmap(-1, max(workers.ahead_bytes // size, 1) * size))
+        room = huge_buffer(max(workers.ahead_bytes // size, 1) * size)
         self._slots = [room[start : start + size] for start in range(0, len(room), size)]
         self._free = cycle(self._slots)
         self._source = source
