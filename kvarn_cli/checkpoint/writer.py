@@ -33,7 +33,7 @@ from kvarn_cli.errors import CheckpointError, KvarnError
 from kvarn_cli.metadata import FileRecord
 
 _MOST_SHARDS_AT_ONCE = 4
-_AHEAD_BYTES = 16 << 20
+_AHEAD_BYTES = 32 << 20
 _METADATA_BYTES = 1 << 20
 
 

@@ -1,5 +1,6 @@
 """The `kvarn` command."""
 
+import gc
 import io
 import sys
 from typing import Annotated
@@ -52,8 +53,14 @@ def _options(
         raise typer.Exit(UsageError.exit_code)
 
 
+_GC_THRESHOLD = 10_000
+"""New objects between two collections. With Python's own 700 they take a seventh of the time that
+importing torch and transformers takes."""
+
+
 def main() -> None:
     """Run the command line; a wrong option is told like every other error."""
+    gc.set_threshold(_GC_THRESHOLD)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
