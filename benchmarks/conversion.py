@@ -319,7 +319,8 @@ def main() -> None:
     parser.add_argument("--slow-runs", type=int, default=1, help="of load, rotate, save")
     parser.add_argument("--folder", type=Path, help="where to work; default: a temporary folder")
     parser.add_argument("--cold", action="store_true", help="drop the source from the page cache")
-    parser.add_argument("--leave-out", nargs="*", default=[], metavar="NAME")
+    optional = ["load, rotate, save", "kvarn convert", "the writing alone"]
+    parser.add_argument("--leave-out", nargs="*", default=[], choices=optional, metavar="NAME")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         source, output = Path(folder, "source"), Path(folder, "output")

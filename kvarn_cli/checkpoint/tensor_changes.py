@@ -78,8 +78,9 @@ class Workers:
     """Who changes blocks ahead of the writing.
 
     Attributes:
-        threads: shared by all shards at work. Each keeps some MB of buffers for its products, so
-            it is their number that counts.
+        threads: shared by all shards at work, where the shard begun first goes first: else shards
+            that are laid out alike would all wait for V and O at the same time. Each thread keeps
+            some MB of buffers for its products, so it is their number that counts.
         ahead_bytes: of new bytes that may wait in one shard, or one block where that is more.
     """
 

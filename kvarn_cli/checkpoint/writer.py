@@ -25,6 +25,7 @@ from typing import Any, BinaryIO, Self
 from kvarn_cli.checkpoint.checkpoint import Checkpoint
 from kvarn_cli.checkpoint.disk_space import FULL, can_clone, check_space, disk_full
 from kvarn_cli.checkpoint.new_file import NewFile
+from kvarn_cli.checkpoint.ranked_threads import ranked
 from kvarn_cli.checkpoint.safetensors_header import read_header
 from kvarn_cli.checkpoint.shard_stream import WrittenShard, plan_shard, write_shard
 from kvarn_cli.checkpoint.staging import Staging
@@ -199,8 +200,12 @@ class CheckpointWriter:
         at_once = max(min(_MOST_SHARDS_AT_ONCE, len(largest_first)), 1)
         cores = min(os.cpu_count() or 1, _MOST_SHARDS_AT_ONCE)
         with ThreadPoolExecutor(cores) as threads, ThreadPoolExecutor(at_once) as pool:
-            workers = Workers(threads, _AHEAD_BYTES // at_once)
-            futures = [pool.submit(self._write_shard, name, workers) for name in largest_first]
+            ranks = ranked(threads, len(largest_first))
+            ahead_bytes = _AHEAD_BYTES // at_once
+            futures = [
+                pool.submit(self._write_shard, name, Workers(rank, ahead_bytes))
+                for name, rank in zip(largest_first, ranks, strict=True)
+            ]
             try:
                 done, _ = wait(futures, return_when=FIRST_EXCEPTION)
                 for future in done:
