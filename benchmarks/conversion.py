@@ -320,7 +320,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where to work; default: a temporary folder")
     parser.add_argument("--cold", action="store_true", help="drop the source from the page cache")
     optional = ["load, rotate, save", "kvarn convert", "the writing alone"]
-    parser.add_argument("--leave-out", nargs="*", default=[], choices=optional, metavar="NAME")
+    parser.add_argument("--leave-out", nargs="*", default=[], choices=optional)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         source, output = Path(folder, "source"), Path(folder, "output")
@@ -333,7 +333,7 @@ def main() -> None:
             f"{os.cpu_count()} cores, medians of {arguments.runs}"
         )
         entries = dict(contestants(source, output))
-        for name in arguments.leave_out:
+        for name in set(arguments.leave_out):
             del entries[name]
         runs: dict[str, list[Run]] = {name: [] for name in entries}
         for turn in range(arguments.runs):

@@ -36,14 +36,16 @@ class _Rank(Executor):
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()
         job = partial(fn, *args, **kwargs)
-        self._waiting.put((self._rank, next(self._arrival), future, job))
         self._threads.submit(self._run_first)
+        self._waiting.put((self._rank, next(self._arrival), future, job))
         return future
 
     def _run_first(self) -> None:
-        _, _, future, job = self._waiting.get_nowait()
-        if future.set_running_or_notify_cancel():
-            try:
+        _, _, future, job = self._waiting.get()
+        try:
+            if future.set_running_or_notify_cancel():
                 future.set_result(job())
-            except BaseException as error:
-                future.set_exception(error)
+        except BaseException as error:
+            future.set_exception(error)
+        finally:
+            del future, job  # an error's traceback leads here, and must not lead back to it

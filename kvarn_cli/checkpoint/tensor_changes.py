@@ -118,9 +118,8 @@ class ChangedAhead:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for job in self._pending:
-            job.cancel()
-        wait(self._pending)
+        started = [job for job in self._pending if not job.cancel()]
+        wait(started)
 
     def next(self) -> memoryview:
         """The next block's new bytes. They are overwritten at the next call."""

@@ -54,8 +54,8 @@ def _options(
 
 
 _GC_THRESHOLD = 10_000
-"""New objects between two collections. With Python's own 700 they take a seventh of the time that
-importing torch and transformers takes."""
+"""New objects between two collections. With Python's own default they take a seventh of the time
+that importing torch and transformers takes."""
 
 
 def main() -> None:

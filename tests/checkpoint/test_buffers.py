@@ -38,7 +38,8 @@ def test_a_buffer_is_zeroed_writable_and_starts_a_huge_page(size: int) -> None:
 def test_the_system_is_asked_for_huge_pages() -> None:
     if not Path("/sys/kernel/mm/transparent_hugepage").exists():
         pytest.skip("this kernel has no huge pages to ask for")
-    assert "hg" in flags_at(address(huge_buffer(HUGE_PAGE_BYTES)))
+    buffer = huge_buffer(HUGE_PAGE_BYTES)
+    assert "hg" in flags_at(address(buffer))
 
 
 @pytest.mark.parametrize("advice", [None, 9999])

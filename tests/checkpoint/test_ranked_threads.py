@@ -1,6 +1,8 @@
 """Who goes first in threads that are shared."""
 
+import gc
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor, wait
 
 import pytest
@@ -12,7 +14,7 @@ def test_a_lower_rank_goes_first_and_then_what_came_first() -> None:
     order: list[str] = []
     with ThreadPoolExecutor(1) as threads:
         busy = threading.Event()
-        threads.submit(busy.wait)
+        threads.submit(busy.wait, 10)
         first, second, third = ranked(threads, 3)
         jobs = [
             rank.submit(order.append, name)
@@ -39,12 +41,33 @@ def test_a_job_gives_its_result_or_its_error() -> None:
 def test_a_cancelled_job_is_not_run() -> None:
     with ThreadPoolExecutor(1) as threads:
         busy = threading.Event()
-        threads.submit(busy.wait)
+        threads.submit(busy.wait, 10)
         ran: list[int] = []
         rank = ranked(threads, 1)[0]
         cancelled, kept = rank.submit(ran.append, 1), rank.submit(ran.append, 2)
-        assert cancelled.cancel()
+        stopped = cancelled.cancel()
         busy.set()
+        assert stopped
         kept.result()
         wait([cancelled])
     assert ran == [2]
+
+
+def test_nothing_holds_a_job_that_failed() -> None:
+    class Argument:
+        pass
+
+    def fail(argument: Argument) -> None:
+        raise ArithmeticError
+
+    argument = Argument()
+    alive = weakref.ref(argument)
+    gc.disable()
+    try:
+        with ThreadPoolExecutor(1) as threads:
+            future = ranked(threads, 1)[0].submit(fail, argument)
+            wait([future])
+        del argument, future
+        assert alive() is None
+    finally:
+        gc.enable()

@@ -1,6 +1,7 @@
 """Blocks that are changed ahead of the writing: in order, and no more than there is room for."""
 
 import hashlib
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import BinaryIO
 
 import pytest
 
+from kvarn_cli.checkpoint.ranked_threads import ranked
 from kvarn_cli.checkpoint.safetensors_header import TensorInfo
 from kvarn_cli.checkpoint.tensor_blocks import BLOCK_BYTES
 from kvarn_cli.checkpoint.tensor_changes import ChangedAhead, Patch, TensorChange, Workers
@@ -27,7 +29,7 @@ def source(tmp_path: Path) -> BinaryIO:
 @pytest.fixture(params=[1, 3])
 def threads(request: pytest.FixtureRequest) -> Iterator[Executor]:
     with ThreadPoolExecutor(request.param) as threads:
-        yield threads
+        yield ranked(threads, 2)[1]
 
 
 def changes(patch: Patch) -> list[TensorChange]:
@@ -93,3 +95,15 @@ def test_new_bytes_of_another_size_are_refused(source: BinaryIO, threads: Execut
         pytest.raises(ValueError, match="changes the size of tensor a"),
     ):
         changed.next()
+
+
+def test_leaving_does_not_wait_for_those_who_go_first(source: BinaryIO) -> None:
+    done = threading.Event()
+    with ThreadPoolExecutor(1) as threads:
+        first, second = ranked(threads, 2)
+        busy = first.submit(done.wait, 20)
+        with source, ChangedAhead(source, changes(Patch(inverted)), Workers(second, SIZE)):
+            pass
+        still_busy = not busy.done()
+        done.set()
+    assert still_busy
