@@ -7,7 +7,10 @@ import tempfile
 import time
 from pathlib import Path
 
+import xxhash
+
 from kvarn_cli.checkpoint.file_copy import clone
+from kvarn_cli.checkpoint.new_file import NewFile
 from kvarn_cli.errors import DiskFullError
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -51,13 +54,17 @@ def can_clone(source: Path, folder: Path) -> bool:
 
 
 def measure_write_speed(folder: Path) -> float | None:
-    """Bytes that the folder's disk takes in a second, fsync included; None where it takes none."""
+    """Bytes that the folder's disk takes in a second, written as shards are and fsync included.
+
+    None where it takes none.
+    """
     chunk = os.urandom(1 << 20)
     try:
         with tempfile.TemporaryFile(dir=folder, buffering=0) as probe:
             start = time.perf_counter()
-            for _ in range(_SPEED_BYTES // len(chunk)):
-                probe.write(chunk)
+            with NewFile(probe, xxhash.xxh3_128()) as file:
+                for _ in range(_SPEED_BYTES // len(chunk)):
+                    file.write(chunk)
             os.fsync(probe.fileno())
             return _SPEED_BYTES / (time.perf_counter() - start)
     except OSError:

@@ -71,7 +71,7 @@ def read_into(source: BinaryIO, buffer: memoryview, position: int) -> int:
 
 def will_read(source: BinaryIO, start: int, count: int) -> None:
     """Ask the system to fetch what will be read soon, unless it lies in memory already."""
-    if not hasattr(os, "posix_fadvise"):
+    if not hasattr(os, "RWF_NOWAIT"):  # Linux, which has posix_fadvise too
         return
     with contextlib.suppress(OSError):
         try:

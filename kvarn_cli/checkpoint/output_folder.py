@@ -167,8 +167,13 @@ class WorkFolder:
         return self.path.is_dir() and (self.journal.is_file() or not _has_content(self.path))
 
 
+def existing_parent(output: Path) -> Path:
+    """The nearest folder above the output that stands: what tells on which disk it will lie."""
+    return next(folder for folder in output.absolute().parents if folder.exists())
+
+
 def _check_parent(output: Path) -> None:
-    parent = next(folder for folder in output.parents if folder.exists())
+    parent = existing_parent(output)
     if not parent.is_dir():
         raise UsageError(f"cannot write to {output}: {parent} is a file")
     if not os.access(parent, os.W_OK | os.X_OK):

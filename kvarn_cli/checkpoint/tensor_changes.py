@@ -1,4 +1,4 @@
-"""What changes in tensors on their way into a new file, and the thread that changes them."""
+"""What changes in tensors on their way into a new file, and the threads that change them."""
 
 import hashlib
 from collections import deque

@@ -34,7 +34,7 @@ def read_weight_map(folder: Path) -> dict[str, str] | None:
             )
     if not names_single_file(weight_map) and (folder / SINGLE_FILE_NAME).exists():
         raise two_models(
-            f"{folder}",
+            str(folder),
             hint=f"one of the two is out of date: move away {SINGLE_FILE_NAME}, or the index with "
             "the files that it names",
         )

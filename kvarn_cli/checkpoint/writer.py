@@ -25,6 +25,7 @@ from typing import Any, BinaryIO, Self
 from kvarn_cli.checkpoint.checkpoint import Checkpoint
 from kvarn_cli.checkpoint.disk_space import FULL, can_clone, check_space, disk_full
 from kvarn_cli.checkpoint.new_file import NewFile
+from kvarn_cli.checkpoint.output_folder import existing_parent
 from kvarn_cli.checkpoint.ranked_threads import ranked
 from kvarn_cli.checkpoint.safetensors_header import read_header
 from kvarn_cli.checkpoint.shard_stream import WrittenShard, plan_shard, write_shard
@@ -284,9 +285,6 @@ class CheckpointWriter:
         unfinished = sum(size for name, size in sizes.items() if name not in self.files)
         return unfinished + _METADATA_BYTES
 
-    def _existing_parent(self) -> Path:
-        return next(folder for folder in self._output.absolute().parents if folder.exists())
-
     @contextlib.contextmanager
     def _disk_errors(self) -> Iterator[None]:
         try:
@@ -294,7 +292,9 @@ class CheckpointWriter:
         except OSError as error:
             if error.errno in FULL:
                 reason = error.strerror or "no space left"
-                raise disk_full(self._existing_parent(), self._bytes_to_write(), reason) from error
+                raise disk_full(
+                    existing_parent(self._output), self._bytes_to_write(), reason
+                ) from error
             raise KvarnError(
                 f"cannot write {self._output}: {error.strerror}",
                 hint="run the same command again to continue, or name another --output",

@@ -4,6 +4,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from kvarn_cli.checkpoint.disk_space import measure_write_speed
+from kvarn_cli.checkpoint.output_folder import existing_parent
 from kvarn_cli.checkpoint.shard_stream import plan_shard
 from kvarn_cli.conversion.backends import backend_commands
 from kvarn_cli.conversion.patches import conversion_patches
@@ -27,7 +28,7 @@ def plan_summary(plan: ConversionPlan, output: Path | None) -> dict[str, object]
     shards = {name: plan_shard(header, patches) for name, header in checkpoint.shards.items()}
     sidecar_bytes = sum((checkpoint.folder / path).stat().st_size for path in checkpoint.sidecars)
     bytes_written = sum(shard.size_bytes for shard in shards.values()) + sidecar_bytes
-    speed = measure_write_speed(_existing_folder(output))
+    speed = measure_write_speed(existing_parent(output) if output else Path.cwd())
     return {
         "model": plan.source.name,
         "revision": plan.source.revision,
@@ -79,9 +80,3 @@ def plan_summary(plan: ConversionPlan, output: Path | None) -> dict[str, object]
 
 def _numbers(proof: Proof) -> dict[str, object]:
     return {name: value for name, value in asdict(proof).items() if name != "attention_kinds"}
-
-
-def _existing_folder(output: Path | None) -> Path:
-    if output is None:
-        return Path.cwd()
-    return next(folder for folder in output.absolute().parents if folder.is_dir())

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvarn_cli.checkpoint.file_copy import clone, read_at, sync_folder, write_at
+from kvarn_cli.checkpoint.file_copy import clone, read_at, sync_folder, will_read, write_at
 from kvarn_cli.errors import CheckpointError
 
 CONTENT = os.urandom(10_001)
@@ -76,3 +76,31 @@ def test_a_folder_is_synced_where_that_is_possible(
     monkeypatch.setattr(os, "fsync", fail_with(errno.EIO))
     with pytest.raises(OSError, match="Input/output error"):
         sync_folder(tmp_path)
+
+
+def test_only_what_is_not_in_memory_is_asked_for(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(
+        os, "posix_fadvise", lambda _, start, count, advice: asked.append((start, count))
+    )
+    with source.open("rb", buffering=0) as file:
+        file.read()
+        will_read(file, 4096, 100)
+        assert asked == []
+        monkeypatch.setattr(os, "preadv", fail_with(errno.EAGAIN))
+        will_read(file, 4096, 100)
+        assert asked == [(4096, 100)]
+        monkeypatch.delattr(os, "RWF_NOWAIT")
+        will_read(file, 4096, 100)
+        assert asked == [(4096, 100)]
+
+
+def test_a_system_that_takes_no_advice_is_no_error(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "preadv", fail_with(errno.EOPNOTSUPP))
+    monkeypatch.setattr(os, "posix_fadvise", fail_with(errno.EINVAL))
+    with source.open("rb", buffering=0) as file:
+        will_read(file, 0, 100)
